@@ -7,8 +7,6 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["CODE", "CORPUS", "CUDA_ON_CPU", "DISTRIBUTIONS", "KIT", "SERVERS", "Distribution", "folder_of", "is_of_kit"]
-
 
 @dataclass(frozen=True)
 class Distribution:

@@ -18,14 +18,18 @@ from cuda_on_cpu import (
     LIMITS,
     Policy,
     add_device_memory,
-    compiled_regions_run,
     emulated_cuda,
     is_active,
     note_grids,
     note_launches,
     orderly_stream,
     peak_above,
-    scratch,
+)
+from cuda_on_cpu import (
+    compiled_regions_run as compiled_regions_run,
+)
+from cuda_on_cpu import (
+    scratch as scratch,
 )
 
 from .contract import Capabilities, ForwardMode, Requires
@@ -33,20 +37,6 @@ from .graphs.addresses import map_across
 from .graphs.allocator import give_back_idle_memory
 from .graphs.poison import dirty_fresh_memory, fresh_memory
 from .registry import UsageError, did_you_mean
-
-__all__ = [
-    "NOTES_OF_LAUNCHES",
-    "Environment",
-    "compiled_regions_run",
-    "launch_grids",
-    "memory_across_4_gib",
-    "missing_here",
-    "planned",
-    "resolve",
-    "scratch",
-    "server_stream",
-    "side_stream",
-]
 
 NOTES_OF_LAUNCHES = "ATTN_TESTKIT_LAUNCHES"
 """Variable with the folder in which launches of Triton kernels are noted, for ``attn-testkit compile``."""

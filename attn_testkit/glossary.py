@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
-__all__ = ["Entry", "all_entries", "entry_of"]
-
 _NUMBERS = re.compile(r"\d+(?:[.x]\d+)*")
 """A number, or a list of them as case ids write it: ``0.15x2.32`` is one."""
 

@@ -20,9 +20,8 @@ from .cases.derived_parameters import CONTIGUOUS
 from .cases.head_shapes import HeadMap
 from .cases.normals import normals
 from .contract import AttentionLayer, ForwardBatch
-from .steps.data import HIDDEN, VOCAB
-
-__all__ = ["VOCAB", "Attends", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
+from .steps.data import HIDDEN
+from .steps.data import VOCAB as VOCAB
 
 
 @dataclass(frozen=True)

@@ -23,25 +23,6 @@ from .results.texts import message_of, readable
 if TYPE_CHECKING:
     from .contract import AttentionBackend, Capabilities
 
-__all__ = [
-    "BRIDGES",
-    "GROUP",
-    "OF_SERVERS",
-    "BackendInfo",
-    "BackendNotFound",
-    "Origin",
-    "UsageError",
-    "bridges",
-    "capabilities_line",
-    "checked_class",
-    "did_you_mean",
-    "import_failure",
-    "load_backend",
-    "origin_of",
-    "registered_backends",
-    "unknown",
-]
-
 GROUP = "attn_testkit.backends"
 """Entry-point group in which a distribution registers short names: ``triton = "pkg.module:Class"``."""
 

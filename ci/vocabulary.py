@@ -131,7 +131,9 @@ def _python(source: str) -> Iterator[tuple[list[Line], bool]]:
         for statement in node.body
         if isinstance(statement, ast.Expr)
     }
-    patterns = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"}
+    faults = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "fault")
+    patterns = {id(pattern) for call in faults for pattern in call.args[2:3]}
+    patterns |= {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"}
     for node in nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in patterns:
             continue

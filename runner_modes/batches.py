@@ -21,18 +21,6 @@ from .query_bias import bias_of_rows, of_buffer, padded_bias
 from .states import captured_states, eager_states
 from .static_inputs import StaticInputs
 
-__all__ = [
-    "ReplayView",
-    "batch_on_device",
-    "captured_batch",
-    "eager_batch",
-    "query_starts_of",
-    "replay_view",
-    "seq_lens_of",
-    "spans_of",
-    "spec_on_device",
-]
-
 ReplayView = SimpleNamespace
 """The batch that a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring lists them."""
 

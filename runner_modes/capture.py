@@ -32,8 +32,6 @@ from .observe import Readable, readable
 from .static_inputs import StaticInputs, make_static_inputs
 from .warm_ups import uneven_warm_ups
 
-__all__ = ["Allocated", "Bucket", "ScheduleGraphs", "blocks_held", "capture_schedules", "mode_suffix"]
-
 
 @dataclass(frozen=True)
 class Allocated:

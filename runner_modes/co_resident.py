@@ -18,8 +18,6 @@ from .harness import ServerHarness
 from .mode_runners import MODE_RUNNERS
 from .replay import fill_static, label_of, view_of
 
-__all__ = ["CoResidentGraphs", "EagerCoResident"]
-
 
 class CoResidentGraphs:
     """Graphs of a co-resident instance. Their results are not checked, only what they disturb."""

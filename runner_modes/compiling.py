@@ -15,8 +15,6 @@ from .eager import run_eager
 from .errors import RunError
 from .harness import ServerHarness
 
-__all__ = ["STEPS", "compiles_once"]
-
 STEPS = 5
 """Number of steps with other lengths. torch.compile makes a size dynamic after two sizes, perhaps separately for those
 that a tile divides: if it still compiles in the fifth step, it always does."""

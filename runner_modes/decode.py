@@ -8,8 +8,6 @@ from attn_testkit.model import Trace
 from .harness import ServerHarness
 from .mode_runner import ModeRunner, every_token
 
-__all__ = ["DECODE", "head_over_all_rows"]
-
 
 def head_over_all_rows(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     """Logits of every row, padding included: [T, vocab] float32."""

@@ -23,8 +23,6 @@ from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, Rows
 from .static_inputs import StaticInputs
 
-__all__ = ["DRAFT_DECODE"]
-
 
 def _draft(staged: StagedStep) -> Draft:
     draft = staged.schedule.case.draft

@@ -19,16 +19,6 @@ from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, one_a_request
 from .static_inputs import StaticInputs
 
-__all__ = [
-    "DRAFT_EXTEND",
-    "accepted_counts",
-    "captured_draft_spec",
-    "captured_width",
-    "extend_fields",
-    "fill_draft_buffers",
-    "top_k",
-]
-
 
 def accepted_counts(staged: StagedStep) -> torch.Tensor:
     """Number of accepted tokens of each live request, [bs] int32, host."""

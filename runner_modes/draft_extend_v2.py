@@ -15,8 +15,6 @@ from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, every_token
 from .static_inputs import StaticInputs
 
-__all__ = ["DRAFT_EXTEND_V2"]
-
 
 def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
     accepted, n = accepted_counts(staged), staged.schedule.case.width

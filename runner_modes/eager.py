@@ -27,8 +27,6 @@ from .observe import observe, readable
 from .overlap_scheduling import next_of, plans_ahead, table_writes
 from .states import commit_states
 
-__all__ = ["batch_of", "eager_by_turns", "run_eager"]
-
 
 def run_eager(
     harness: ServerHarness,

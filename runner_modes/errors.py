@@ -10,8 +10,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_testkit.checks.failures import is_ctrl_c
 
-__all__ = ["ContractError", "NoRoomError", "RunError", "ShapeError", "blame", "no_mode_left", "out_of_memory"]
-
 
 class RunError(Exception):
     """Raised if a hook or a forward raised; ``__cause__`` is the original error."""

@@ -19,8 +19,6 @@ from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, one_a_request
 from .static_inputs import StaticInputs
 
-__all__ = ["EXTEND"]
-
 
 def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
     """Fields with both lists: a scheduler cuts the chunks, and knows them on the host whatever the backend needs."""

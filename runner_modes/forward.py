@@ -23,8 +23,6 @@ from .mode_runner import ModeRunner
 from .pieces import MemoryOfOutputs, Pieces
 from .returned import check_returned
 
-__all__ = ["forward", "pieces_for"]
-
 
 def forward(
     harness: ServerHarness,

@@ -26,8 +26,6 @@ from .memory_bounded import memory_bounded
 from .options import RunOptions
 from .replay import fill_static, replay, view_of
 
-__all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "replay_once", "run_graphs"]
-
 _OVERSIZED_AFTER = 1
 """The replay after which an eager batch larger than any graph is run."""
 

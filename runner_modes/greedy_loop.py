@@ -28,8 +28,6 @@ from .clock import Clock
 from .harness import ServerHarness
 from .loop_stages import LoopServer, Rows, StageResult, graphs_of, make_model
 
-__all__ = ["run_loop"]
-
 
 @dataclass
 class _Talk:

@@ -51,8 +51,6 @@ from .pool_address import allocate_for
 from .state_pools import load_states, with_states
 from .tables import Tables
 
-__all__ = ["ServerHarness", "StagedStep", "context_for", "mode_of", "what_alternates"]
-
 
 @dataclass(frozen=True)
 class StagedStep:
@@ -142,6 +140,7 @@ def context_for(
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
+        capture_tokens=tuple(sorted({bs * s.case.rows_at_once for s in schedules for bs in s.buckets})),
         max_spans=_largest(schedules, "max_spans"),
         kv_splits=splits_of(case),
         qq_bias=case.qq_bias,

@@ -9,8 +9,6 @@ import torch
 from attn_testkit.contract import AttentionLayer
 from attn_testkit.watches.uploads import upload
 
-__all__ = ["load_head_scales"]
-
 
 def load_head_scales(layers: Sequence[AttentionLayer], scales: torch.Tensor | None) -> None:
     """Store ``scales`` [2, L, 1, 1, Hk, 1] float64 in the memory that layers have for them; None: 1, as at capture."""

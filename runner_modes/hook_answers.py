@@ -16,8 +16,6 @@ from attn_testkit.contract import AttentionBackend, TreeMaskMode, VerifyMask
 from .errors import ContractError, blame
 from .harness import ServerHarness
 
-__all__ = ["fill_value", "kernels_of", "verify_mask_of"]
-
 
 def kernels_of(backend: AttentionBackend) -> str:
     """Origin of the backend's numbers: ``real``, ``stores`` or ``emulated``."""

@@ -38,8 +38,6 @@ from .errors import NoRoomError, out_of_memory
 from .pool_address import allocate_for
 from .returned import check_returned
 
-__all__ = ["IndexWatch", "WithIndexer", "index_pool_for"]
-
 _WEIGHT_BYTES = 4
 _FINITE = 0x3C
 """Byte of rows that no step has filled: graphs are captured on token 0."""

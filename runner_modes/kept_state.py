@@ -9,8 +9,6 @@ from attn_testkit.watches.past_modes import past_modes
 
 from .harness import ServerHarness
 
-__all__ = ["KeptState"]
-
 
 class KeptState:
     """Contents of a backend's device tensors before anything was captured.

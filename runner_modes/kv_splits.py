@@ -18,8 +18,6 @@ from attn_testkit.model import Trace
 from .harness import ServerHarness
 from .returned import check_returned
 
-__all__ = ["InParts", "merged"]
-
 
 def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str) -> torch.Tensor:
     """Merge KV splits as a server does: [T, Hq, Dv] in their dtype, weighted by the exponentials, in float32.

@@ -11,8 +11,6 @@ from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 from .errors import RunError, blame
 from .harness import ServerHarness
 
-__all__ = ["looked_at"]
-
 T = TypeVar("T")
 
 

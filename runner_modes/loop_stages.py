@@ -34,8 +34,6 @@ from .mode_runners import MODE_RUNNERS
 from .replay import fill_static, view_of
 from .states import captured_states
 
-__all__ = ["LoopServer", "Rows", "StageResult", "StatesOfStage", "graphs_of", "make_model"]
-
 Rows = torch.Tensor
 """Tensor [rows, ...] float32, host."""
 

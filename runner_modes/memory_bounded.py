@@ -16,8 +16,6 @@ from .errors import RunError
 from .harness import ServerHarness
 from .memory_use import allocated
 
-__all__ = ["REPEATS", "memory_bounded"]
-
 REPEATS = 16
 """Number of repeats of one step that must all leave more memory allocated. A ring of the last steps' tensors, and a
 buffer that grows to its largest size, stop growing before that."""

@@ -11,8 +11,6 @@ import torch
 from attn_testkit.environment import memory_peak
 from attn_testkit.watches.past_modes import past_modes
 
-__all__ = ["MemoryUse", "allocated"]
-
 
 def allocated() -> int:
     """Bytes of device memory that are allocated now. Those of a library's own ``cudaMalloc`` are not counted."""

@@ -16,8 +16,6 @@ from attn_testkit.steps.schedule import Schedule, Step
 
 from .options import RunOptions
 
-__all__ = ["Described", "Rerun", "RunCase", "RunRecord", "StepRecord"]
-
 
 @dataclass(frozen=True)
 class Described:

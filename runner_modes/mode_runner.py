@@ -15,8 +15,6 @@ from attn_testkit.model import Trace
 from .harness import ServerHarness, StagedStep
 from .static_inputs import StaticInputs
 
-__all__ = ["ModeRunner", "Rows", "every_token", "one_a_request"]
-
 
 def _none(*_: object) -> Mapping[str, Any]:
     return {}

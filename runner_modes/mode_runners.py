@@ -14,8 +14,6 @@ from .extend import EXTEND
 from .mode_runner import ModeRunner
 from .target_verify import TARGET_VERIFY
 
-__all__ = ["MODE_RUNNERS"]
-
 MODE_RUNNERS: Mapping[ForwardMode, ModeRunner] = {
     driver.mode: driver for driver in (DECODE, TARGET_VERIFY, DRAFT_EXTEND, DRAFT_EXTEND_V2, EXTEND, DRAFT_DECODE)
 }

@@ -19,8 +19,6 @@ from attn_testkit.watches.past_modes import past_modes
 from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, Rows
 
-__all__ = ["Readable", "observe", "readable"]
-
 
 @dataclass(frozen=True, eq=False)
 class Readable:

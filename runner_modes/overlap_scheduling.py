@@ -24,8 +24,6 @@ from attn_testkit.watches.past_modes import past_modes
 
 from .harness import ServerHarness, StagedStep
 
-__all__ = ["next_of", "plans_ahead", "table_writes"]
-
 
 def plans_ahead(staged: StagedStep) -> bool:
     """True if another step is planned after this one, before anything waits for the device."""

@@ -18,8 +18,6 @@ from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Around, Model
 
-__all__ = ["MemoryOfOutputs", "Pieces"]
-
 _ALIGNMENT = 512
 """Alignment of an allocator's memory in bytes, for which kernels may be compiled."""
 _FEWEST = 16

@@ -18,8 +18,6 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.derived_parameters import address_varies
 from attn_testkit.environment import memory_across_4_gib
 
-__all__ = ["allocate_for", "pools_anywhere"]
-
 _QUARTERS = 4
 _ALIGNED = 512
 """Bytes to which a device aligns memory."""

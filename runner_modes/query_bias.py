@@ -13,8 +13,6 @@ from attn_testkit.contract import BackendContext
 from attn_testkit.steps.data import StepData
 from attn_testkit.steps.query_bias import BEHIND_ROWS, COLUMNS_BETWEEN, bias_width
 
-__all__ = ["bias_of_rows", "bias_stride", "clear_bias", "fill_bias", "of_buffer", "padded_bias"]
-
 
 def bias_stride(context: BackendContext, case: Case) -> int:
     """Columns of the buffer; 0 if batches have no bias."""

@@ -30,8 +30,6 @@ from .overlap_scheduling import next_of, plans_ahead, table_writes
 from .query_bias import bias_stride, fill_bias
 from .states import captured_states, commit_states, fill_states
 
-__all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
-
 
 @dataclass(frozen=True)
 class Replayed:

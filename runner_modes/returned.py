@@ -8,8 +8,6 @@ import torch
 
 from .errors import ShapeError
 
-__all__ = ["check_returned"]
-
 
 def check_returned(
     name: str,

@@ -17,8 +17,6 @@ from attn_testkit.watches.uploads import upload_into
 
 from .pool_address import allocate_for
 
-__all__ = ["load_states", "with_states"]
-
 
 def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> BackendContext:
     """The context with a pool of states, if its layers keep any."""

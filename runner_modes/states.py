@@ -18,8 +18,6 @@ from .errors import blame
 from .harness import ServerHarness, StagedStep
 from .static_inputs import StaticInputs
 
-__all__ = ["captured_states", "commit_states", "eager_states", "fill_states"]
-
 
 def _begun(staged: StagedStep) -> list[bool]:
     return [request.prefix > 0 for request in staged.step.requests]

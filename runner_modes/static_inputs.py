@@ -19,8 +19,6 @@ from attn_testkit.watches.uploads import upload_into
 from .harness import ServerHarness
 from .query_bias import bias_stride, clear_bias
 
-__all__ = ["StaticInputs", "make_static_inputs"]
-
 
 @dataclass(frozen=True)
 class StaticInputs:

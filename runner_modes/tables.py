@@ -11,8 +11,6 @@ from attn_testkit.watches.packing import Bytes, Sent, pack_places
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload_into
 
-__all__ = ["Tables"]
-
 
 class Tables:
     """Request table, hidden states and activations of one instance."""

@@ -25,8 +25,6 @@ from .hook_answers import verify_mask_of
 from .mode_runner import ModeRunner, every_token
 from .static_inputs import StaticInputs
 
-__all__ = ["TARGET_VERIFY"]
-
 
 def _trees(staged: StagedStep) -> list[Tree]:
     trees = [request.tree for request in staged.step.requests]

@@ -27,8 +27,6 @@ from .harness import ServerHarness
 from .loop_stages import LoopServer, StageResult, StatesOfStage, graphs_of, make_model
 from .states import commit_states
 
-__all__ = ["run_verify_loop"]
-
 
 @dataclass
 class _Text:

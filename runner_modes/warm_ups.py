@@ -10,8 +10,6 @@ from attn_testkit.cases.case import Case
 from attn_testkit.contract import ForwardMode
 from attn_testkit.watches.pool_rows import BITS
 
-__all__ = ["uneven_warm_ups"]
-
 _LAST_ROW_HAS_KEYS = frozenset(
     {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
 )

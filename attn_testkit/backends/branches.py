@@ -6,8 +6,6 @@ import torch
 
 from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch
 
-__all__ = ["branch_slots", "forward_number", "kernel_requests"]
-
 
 def kernel_requests(batch: ForwardBatch) -> int:
     """Number of the kernel's requests: those of the batch, or their branches."""

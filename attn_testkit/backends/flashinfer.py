@@ -35,9 +35,6 @@ from .flashinfer_plan import PagePlan, bytes_of_partials, workspace
 from .vendor import provide, why_not_here
 from .vendor.flashinfer_kernels import BATCH_DECODE, BATCH_PREFILL, MERGE_STATE
 
-__all__ = ["FlashInferBackend", "LayerKind"]
-
-
 _MODES = frozenset(ForwardMode)
 _IN_SPLITS = _MODES - {ForwardMode.DRAFT_DECODE}
 

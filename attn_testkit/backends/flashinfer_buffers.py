@@ -12,8 +12,6 @@ from attn_testkit.contract import BackendContext
 
 from .flashinfer_plan import pages_per_request
 
-__all__ = ["GraphBuffers"]
-
 
 @dataclass(frozen=True)
 class GraphBuffers:

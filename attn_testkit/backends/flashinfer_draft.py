@@ -13,8 +13,6 @@ from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch
 from .branches import branch_slots
 from .flashinfer_plan import PagePlan, exclusive_sum, make_page_plan, pages_per_request
 
-__all__ = ["plans_of_forwards"]
-
 
 def plans_of_forwards(context: BackendContext, batch: ForwardBatch) -> tuple[PagePlan, ...]:
     """The plan of each forward; of one, but in a draft-decode, where each branch is a request with one query row.

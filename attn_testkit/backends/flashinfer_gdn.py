@@ -18,8 +18,6 @@ from .torch_native_state import TorchNativeStateBackend
 from .vendor import provide, why_not_here
 from .vendor.gdn_kernels import DECODE, PREFILL, VERIFY
 
-__all__ = ["FlashInferGDNBF16Backend", "FlashInferGDNBackend"]
-
 
 class FlashInferGDNBackend(TorchNativeStateBackend):
     """States in fp32. Verifications keep the state behind each node in a buffer, or in a slot of the pool."""

@@ -16,8 +16,6 @@ from attn_testkit.contract import BackendContext, ForwardBatch, KVSplit
 
 from .flashinfer_plan import PagePlan, exclusive_sum
 
-__all__ = ["by_slots", "masked_plan", "merged", "part_plan"]
-
 _MOST_THREADS = 1024
 """Most threads of a block."""
 

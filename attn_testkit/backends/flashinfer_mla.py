@@ -30,8 +30,6 @@ from .flashinfer_plan import PagePlan, filled_up, workspace
 from .vendor import EntryPoint, provide, why_not_here
 from .vendor.flashinfer_kernels import BATCH_MLA_FA2, BATCH_MLA_FA3, MERGE_STATE
 
-__all__ = ["FlashInferMLABackend", "FlashInferMLAFA3Backend", "FlashInferMLAFP8Backend"]
-
 _PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
 _MODES = frozenset(ForwardMode)
 _IN_SPLITS = _MODES - {ForwardMode.DRAFT_DECODE}

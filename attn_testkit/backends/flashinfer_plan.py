@@ -8,17 +8,6 @@ import torch
 
 from attn_testkit.contract import BackendContext, DraftExtendInput, ForwardBatch, ForwardMode, VerifyInput
 
-__all__ = [
-    "PagePlan",
-    "bytes_of_partials",
-    "exclusive_sum",
-    "filled_up",
-    "make_page_plan",
-    "pages_per_request",
-    "prefix_plan",
-    "workspace",
-]
-
 _WORKSPACE_BYTES = 128 << 20
 _BESIDE_PARTIALS = 1 << 20
 _MOST_TILE = 128

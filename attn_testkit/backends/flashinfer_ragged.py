@@ -15,8 +15,6 @@ from .flashinfer_plan import PagePlan, prefix_plan
 from .vendor import provide
 from .vendor.flashinfer_kernels import BATCH_RAGGED
 
-__all__ = ["FlashInferRaggedBackend"]
-
 _MODES = frozenset({ForwardMode.EXTEND})
 
 

@@ -16,8 +16,6 @@ from .vendor import device_is_real, why_not_here
 from .vendor.provider import EntryPoint
 from .vendor.tokenspeed_kernels import DECODE, MULTIPROCESSORS
 
-__all__ = ["TokenspeedMLABackend"]
-
 _KEYS_PER_TILE = 128
 _ROWS_PER_TILE = 128
 _ROWS_PER_HEAD = 8

@@ -33,8 +33,6 @@ from ..contract import (
     Windows,
 )
 
-__all__ = ["TorchNativeBackend"]
-
 _IN_SPLITS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 

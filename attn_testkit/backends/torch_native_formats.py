@@ -9,8 +9,6 @@ import torch
 from ..contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, BackendContext
 from .torch_native import TorchNativeBackend, _Seen
 
-__all__ = ["TorchNativeFormatsBackend"]
-
 
 class TorchNativeFormatsBackend(TorchNativeBackend):
     """Rows are gathered as bytes and unpacked. ``KVPool.set_kv_buffer`` quantizes them."""

@@ -23,8 +23,6 @@ from ..contract import (
 from .torch_native import TorchNativeBackend
 from .torch_native_state import TorchNativeStateBackend
 
-__all__ = ["TorchNativeHybridBackend"]
-
 
 class TorchNativeHybridBackend(StateBackend):
     """``TorchNativeStateBackend`` and ``TorchNativeBackend``, for all four kinds with softmax layers."""

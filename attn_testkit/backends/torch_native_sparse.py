@@ -18,13 +18,6 @@ from ..contract import (
     Sparse,
 )
 
-__all__ = [
-    "TorchNativeSparseBackend",
-    "TorchNativeSparseBlocksBackend",
-    "TorchNativeSparsePackedBackend",
-    "TorchNativeSparseSlotsBackend",
-]
-
 _GATHERED = 1 << 25
 """Numbers of keys that are gathered at once: 128 MiB in float32."""
 

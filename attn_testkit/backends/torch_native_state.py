@@ -22,8 +22,6 @@ from ..contract import (
 )
 from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 
-__all__ = ["TorchNativeStateBackend"]
-
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 
 

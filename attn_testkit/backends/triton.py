@@ -43,8 +43,6 @@ from attn_testkit.contract import (
 
 from .triton_kernels import INTERPRETED, attend_kernel, choose_tiles, merge_kernel
 
-__all__ = ["TritonBackend"]
-
 _NO_WINDOW = 1 << 30
 _IN_SPLITS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 _KEYS_PER_SPLIT = 256

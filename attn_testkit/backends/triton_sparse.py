@@ -24,8 +24,6 @@ from attn_testkit.contract import (
     Sparse,
 )
 
-__all__ = ["TritonSparseBackend", "TritonSparseSlotsBackend"]
-
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 

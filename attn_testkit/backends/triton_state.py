@@ -28,8 +28,6 @@ from attn_testkit.contract import (
     StateLayer,
 )
 
-__all__ = ["TritonStateBackend"]
-
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 

@@ -35,8 +35,6 @@ from .branches import branch_slots, forward_number, kernel_requests
 from .vendor import device_is_real, provide, sm_of, why_not_here
 from .vendor.trtllm_kernels import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
 
-__all__ = ["TRTLLMMHABackend", "XQABackend"]
-
 _SCRATCH_BYTES = 128 << 20
 _SCRATCH_BYTES_EMULATED = 4 << 20
 _MOST_MULTIPROCESSORS = 256

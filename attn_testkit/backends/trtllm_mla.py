@@ -37,8 +37,6 @@ from .vendor import device_is_real, provide, why_not_here
 from .vendor.provider import EntryPoint
 from .vendor.trtllm_kernels import DECODE_MLA
 
-__all__ = ["Metadata", "TRTLLMMLABackend"]
-
 _WORKSPACE_BYTES = 150 << 20
 _WORKSPACE_BYTES_EMULATED = 4 << 20
 _MOST_MULTIPROCESSORS = 256

@@ -16,8 +16,6 @@ from attn_testkit.contract import AttentionLayer, Capabilities, ForwardBatch, Sp
 
 from .trtllm_mla import TRTLLMMLABackend
 
-__all__ = ["TRTLLMMLASparseBackend"]
-
 
 class TRTLLMMLASparseBackend(TRTLLMMLABackend):
     """``selected`` holds slots of the KV pool, which the kernel takes in place of page tables."""

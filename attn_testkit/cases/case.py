@@ -11,18 +11,19 @@ from typing import Any
 from ..contract import ForwardMode
 from ..contract.head_layout import HEAD_LAYOUTS
 from . import derived_parameters
-from .dimensions.data_pattern import CODES, DATA, EXTREME_DATA
+from .dimensions.data_pattern import CODES as CODES
+from .dimensions.data_pattern import DATA as DATA
+from .dimensions.data_pattern import EXTREME_DATA as EXTREME_DATA
 from .dimensions.dimension import Word
-from .dimensions.padding import PADDINGS
-from .dimensions.slot_order import LAYOUTS
+from .dimensions.padding import PADDINGS as PADDINGS
+from .dimensions.slot_order import LAYOUTS as LAYOUTS
 from .dimensions.table import DIMENSIONS
-from .fields import Fields, Heads
+from .fields import Fields
+from .fields import Heads as Heads
 from .plans import context_len
 from .renamed_words import renamed
 from .rows import Decode, minimal_rows
 from .server_variants import excluded
-
-__all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WORDS", "Case", "Heads", "parse_case"]
 
 WORDS = tuple(word for dimension in DIMENSIONS for word in dimension.words)
 """Every word of an id, in order."""

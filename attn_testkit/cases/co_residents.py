@@ -17,15 +17,6 @@ from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify, room_for
 from .server_variants import MIN_WIDTH, rows_of_width, width_of
 from .trees import Tree, chain
 
-__all__ = [
-    "branching",
-    "co_resident_of",
-    "co_residents",
-    "declared_co_residents",
-    "many_heads",
-    "with_other_heads",
-]
-
 _MOST_PAGE = 64
 _MOST_DIM = 128
 

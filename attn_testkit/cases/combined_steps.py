@@ -20,8 +20,6 @@ from .dimensions.slot_order import LAYOUTS
 from .fields import Fields
 from .plan import Plan
 
-__all__ = ["combined_plans"]
-
 _FEW, _MANY = 1, 3
 """Steps whose values are combined. Many for layers that have each their own options: such an instance is made for many
 checks, and costs more to set up.

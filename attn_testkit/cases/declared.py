@@ -10,8 +10,6 @@ from .dimensions.table import DIMENSIONS
 from .dimensions.window import WINDOW
 from .server_variants import narrower
 
-__all__ = ["not_declared", "within_declared"]
-
 
 def within_declared(declared: Capabilities, case: Case) -> bool:
     """True if the case, and all cases that share its instance, keep within the declared lengths and windows."""

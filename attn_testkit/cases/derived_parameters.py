@@ -20,11 +20,6 @@ from .fields import Fields
 from .layers import TURNS
 from .renamed_words import FIRST_NAMES, first_written
 
-__all__ = [
-    "CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "address_varies", "chosen", "derived",
-    "scales_are_computed", "shallow_depth",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Value:

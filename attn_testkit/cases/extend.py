@@ -15,8 +15,6 @@ import numpy as np
 from .fields import Fields
 from .plan import Plan
 
-__all__ = ["NEW_TOKENS", "chunks_of", "new_tokens", "with_new_tokens"]
-
 NEW_TOKENS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     # Nothing but the mode tells these from a decode.
     "ones": lambda page: (1,),

@@ -14,15 +14,14 @@ from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .indexing import Indexing
 from .layers import PERIOD, Layers
-from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
+from .records import Batch, KVSplits, LayerOptions, ModelShape, Pool
+from .records import Heads as Heads
 from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .selection import Selection
 from .spans import SpanShape
 from .state import StateShape
 from .trees import Tree
-
-__all__ = ["DEFAULTS", "EXCLUSIVE", "THINGS", "C", "Changes", "Fields", "Heads"]
 
 T = TypeVar("T")
 

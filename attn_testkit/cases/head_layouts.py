@@ -6,18 +6,6 @@ from ..contract import Capabilities
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout
 from .fields import Heads
 
-__all__ = [
-    "alike",
-    "as_many",
-    "by_layer",
-    "declared_layouts",
-    "latent",
-    "latent_heads",
-    "per_head",
-    "plain_layout",
-    "state_heads",
-]
-
 
 def declared_layouts(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts, the simplest first."""

@@ -18,8 +18,6 @@ import torch
 
 from ..contract import Capabilities, HeadShape
 
-__all__ = ["SHAPES_WORD", "HeadMap", "declared_shapes", "read_shapes", "shapes_word", "wrong_with_shapes"]
-
 
 @dataclass(frozen=True)
 class HeadMap:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["INDEX_DATA", "NEAR", "PATTERN", "Indexing"]
-
 INDEX_DATA = ("", "ties", "gauss")
 """Numbers of index keys and queries. Empty: whole numbers of which every row has one best selection."""
 NEAR = "near"

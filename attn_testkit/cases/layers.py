@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from ..contract import HeadShape
 from .head_shapes import SHAPES_WORD, shapes_word
 
-__all__ = ["CAPPED", "LAYERS_WORD", "PERIOD", "SETTINGS", "SINKING", "TURNS", "Layers", "Setting", "varies"]
-
 
 class Setting(NamedTuple):
     """Settings of one layer."""

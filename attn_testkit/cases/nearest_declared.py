@@ -7,8 +7,6 @@ from .dimensions.dimension import Without
 from .dimensions.table import DIMENSIONS
 from .fields import C
 
-__all__ = ["nearest_declared"]
-
 
 def nearest_declared(declared: Capabilities, case: C) -> C:
     """The case, or the nearest one that a backend with these capabilities takes."""

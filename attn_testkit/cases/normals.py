@@ -8,8 +8,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-__all__ = ["BANK_SIZE", "normals"]
-
 BANK_SIZE = 1 << 20
 _STRIDE = 7
 

@@ -14,8 +14,6 @@ from .fields import Fields
 from .plan import Plan
 from .server_variants import variant_of
 
-__all__ = ["context_len", "context_len_of", "lens_of", "make_plans"]
-
 _MAX_OTHER_TOKENS = 512
 """Most prefix tokens of steps other than the case's own batch, so that one long request stays the only one."""
 

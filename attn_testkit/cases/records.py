@@ -13,8 +13,6 @@ from .selection import Selection
 from .spans import SpanShape
 from .state import StateShape
 
-__all__ = ["Batch", "Heads", "KVSplits", "LayerOptions", "ModelShape", "Pool"]
-
 
 @dataclass(frozen=True)
 class Heads:

@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-__all__ = ["FIRST_NAMES", "RENAMED_WORDS", "first_written", "renamed"]
-
 RENAMED_WORDS: Mapping[str, str] = {
     "footprint": "one_hot",
     "cliff": "rising_logits",

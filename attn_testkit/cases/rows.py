@@ -14,8 +14,6 @@ from ..contract import ForwardMode
 from .draft import Draft
 from .trees import Tree, chain
 
-__all__ = ["Accepted", "Decode", "Drafted", "Extend", "Rows", "Verify", "changed_rows", "minimal_rows", "room_for"]
-
 
 def room_for(new: Sequence[int]) -> int:
     """The least ``Extend.room`` whose graph holds these requests, where there are no others."""

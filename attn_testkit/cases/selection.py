@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["PATTERN", "Selection"]
-
 PATTERN = r"sel(\d+)(?:of(\d+))?(slots)?(holes)?(empty)?"
 """The word of a selection in a case id."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["SPANS_PATTERN", "Span", "SpanShape", "spans_of_request"]
-
 SPANS_PATTERN = r"spans(prefix)?(wide)?(bylayer)?"
 """The word of spans in a case id."""
 Span = tuple[int, int]

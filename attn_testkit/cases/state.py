@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["PATTERN", "STATE_DATA", "UNIT_KEYS", "StateShape"]
-
 UNIT_KEYS = "unit_keys"
 """Pattern of exact data, in which each token can be found in the state."""
 STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS)

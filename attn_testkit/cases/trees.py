@@ -13,16 +13,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Tree",
-    "bit_packed",
-    "chain",
-    "from_scores",
-    "full_mask",
-    "qlen_only_mask",
-    "random_tree",
-]
-
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 

@@ -12,8 +12,6 @@ from ..cases.server_variants import usual_page
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["alibi_cases"]
-
 _LENS = (130, 9, 1, 40)
 _NEW = (7, 70, 3, 1)
 

@@ -18,8 +18,6 @@ from ..cases.head_layouts import per_head
 from ..contract import Capabilities, ForwardMode
 from .not_covered import DECLARED_VALUES, Value, is_tried, not_covered
 
-__all__ = ["MOST_VALUES", "cases_for_uncovered", "two_request_case"]
-
 MOST_VALUES = 16
 """Most values of one capability that core tries all. Of more it tries powers of two, the ends, and those that other
 cases have."""

@@ -9,8 +9,6 @@ from ..cases.dimensions.numbers import nearest, some_of
 from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 
-__all__ = ["code_cases"]
-
 _LENS = (4097, 300, 33)
 """No multiple of a tile or of a page; others are there to be read from by mistake."""
 _FEW_LENS = (1025, 33)

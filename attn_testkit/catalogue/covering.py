@@ -14,8 +14,6 @@ from itertools import combinations, pairwise, permutations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["covering_array"]
-
 _AT_ONCE = 256
 """Combinations that are counted together: the first that is good enough is seldom far."""
 _FREE, _TAKEN, _OTHER = 3, 1, 0

@@ -12,8 +12,6 @@ from ..cases.rows import Extend, room_for
 from ..cases.server_variants import usual_page
 from ..contract import ROW_FORMATS, Capabilities, ForwardMode
 
-__all__ = ["cross_attention_cases"]
-
 _LENS = (2, 40, 9, 17)
 _PREFIXES = (0, 40, 9, 0)
 """Prefixes of an extend: two requests begin, and bring their encoder keys."""

@@ -15,8 +15,6 @@ from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 from .page_counts import groups_of_pages
 
-__all__ = ["declared_pair_cases"]
-
 _LENS = (70, 33, 1)
 _SEVERAL_SPLITS = (1025, 33)
 _PAGE, _WINDOW = 16, 40

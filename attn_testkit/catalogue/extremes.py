@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from ..cases.case import Case
 from ..contract import FP8_PRODUCTS, Capabilities, ForwardMode
 
-__all__ = ["extreme_cases"]
-
 _MANY_KEYS = 4096
 """Number of small terms that a 16-bit sum loses for certain, in each of 16 splits too, with a large one among them."""
 

@@ -14,8 +14,6 @@ from ..cases.selection import Selection
 from ..cases.server_variants import usual_page, variant_cases
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["indexer_cases", "with_indexer"]
-
 _TIED_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
 _MANY_ROWS, _NEAR_KEYS = 34, 20_480
 """FlashInfer's filtered top-k takes more than 32 rows, and a bin of it has room for 16,384 keys."""

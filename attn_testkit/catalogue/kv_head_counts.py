@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from ..cases.case import Case, Heads
 from ..contract import Capabilities
 
-__all__ = ["one_head_cases", "three_kv_heads_cases"]
-
 _KV_HEADS = 3
 _LENS = (9, 70)
 

@@ -7,14 +7,12 @@ from typing import Any
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads, with_other_heads
-from ..cases.dimensions.kv_splits import splits_of
+from ..cases.dimensions.kv_splits import splits_of as splits_of
 from ..cases.dimensions.numbers import nearest
 from ..cases.head_layouts import latent, latent_heads
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
 from .layer_options import takes_window, with_options, without_options
-
-__all__ = ["split_cases", "splits_of"]
 
 _RANKS = {"pages": 2, "tokens": 3}
 """Ranks of a kind's cases."""

@@ -14,8 +14,6 @@ from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["batch_mates_cases", "large_cases", "switch_cases", "too_large_for_a_cpu"]
-
 _GRID = 65_535
 """The largest y and z of a grid: a launch with more fails, and what it was to write stays as it was (sglang #34941)."""
 _KEYS = 130_900

@@ -19,8 +19,6 @@ from ..cases.rows import Accepted, Extend, room_for
 from ..contract import ROW_FORMATS, Capabilities, HeadShape
 from .layer_options import with_options, without_options
 
-__all__ = ["layer_cases", "with_shapes"]
-
 _RANK = Layers(3, 5)
 _LENS = (21, 40, 4)
 _SPLIT_LENS = (600, 40, 4)

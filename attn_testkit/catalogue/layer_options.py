@@ -10,8 +10,6 @@ from ..cases.server_variants import variant_of
 from ..cases.trees import Tree
 from ..contract import Capabilities
 
-__all__ = ["takes_window", "with_options", "without_options"]
-
 _CAP = 1.5
 """Soft cap in units of the size of the data's logits."""
 _TREE = Tree((0, 0, 1, 2))

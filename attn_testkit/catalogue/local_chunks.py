@@ -11,8 +11,6 @@ from ..cases.server_variants import usual_page
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["local_chunk_cases"]
-
 _CHUNK = 64
 _NEW = (7, 70, 3, 1, 20)
 

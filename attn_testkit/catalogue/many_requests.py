@@ -10,8 +10,6 @@ from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["many_request_cases"]
-
 _BLOCK = 1024
 """Requests that one block of a scan takes: one that repeats its first block is right for fewer."""
 _MORE = (12, 9, 14, 10, 13, 11)

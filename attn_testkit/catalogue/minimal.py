@@ -13,8 +13,6 @@ from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["drawn_case", "minimal_case", "minimal_cases"]
-
 T = TypeVar("T")
 
 _FEW_KEYS, _SOME_KEYS = 5, 21

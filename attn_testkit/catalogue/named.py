@@ -19,8 +19,6 @@ from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from .layer_options import takes_window, with_options
 
-__all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "verify_loop_cases", "without_options_of"]
-
 MOST_USUAL_ROWS = 6
 """Rows of a request that a covering array goes up to."""
 _BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))

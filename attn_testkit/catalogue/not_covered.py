@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from ..cases.case import Case
 from ..cases.dimensions.data_pattern import EQUAL_LOGITS
-from ..cases.dimensions.dimension import Covered, Value, Without
+from ..cases.dimensions.dimension import Covered, Without
+from ..cases.dimensions.dimension import Value as Value
 from ..cases.dimensions.table import DIMENSIONS
 from ..contract import Capabilities, ForwardMode
-
-__all__ = ["DECLARED_VALUES", "Value", "describe_not_covered", "is_tried", "not_covered"]
 
 
 def _bounds_with_cases_first(covered: Covered) -> bool:

@@ -17,8 +17,6 @@ from ..cases.server_variants import SERVER_VARIANTS, usual_page, variant_of
 from ..contract import ROW_FORMATS, Capabilities
 from .layer_options import with_options, without_options
 
-__all__ = ["options_together_cases"]
-
 _WINDOW = 7
 """Shorter than most of the requests."""
 _LONG, _LONG_OF_MLA = 66_000, 8_192

@@ -10,8 +10,6 @@ from ..cases.dimensions.numbers import nearest
 from ..cases.layers import Layers
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["groups_of_pages", "page_count_cases"]
-
 _PAGE, _MOST_PAGES = 16, 17
 _FULL = (1, 2, 4, 8, 16)
 _MOST_WIDTH = 128

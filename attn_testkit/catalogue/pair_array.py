@@ -21,8 +21,6 @@ from .covering import covering_array
 from .layer_options import with_options
 from .pool_layouts import other_layouts
 
-__all__ = ["layout_array_cases", "pair_array_cases"]
-
 _T = TypeVar("_T")
 
 _LENS = (530, 33, 1)

@@ -8,8 +8,6 @@ from ..cases.case import Case
 from ..cases.dimensions.kv_layout import usual_layout
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 
-__all__ = ["other_layouts", "pool_layout_cases"]
-
 
 def other_layouts(declared: Capabilities) -> list[str]:
     """The declared layouts that only few cases have."""

@@ -12,8 +12,6 @@ from ..cases.server_variants import usual_page
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["qq_bias_cases"]
-
 _LENS = (130, 9, 1, 40)
 _NEW = (7, 40, 3, 1)
 _TREE = Tree((0, 0, 1, 1))

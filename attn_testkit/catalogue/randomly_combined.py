@@ -20,8 +20,6 @@ from ..cases.dimensions.table import DIMENSIONS
 from ..cases.server_variants import SERVER_VARIANTS, all_fit
 from ..contract import Capabilities
 
-__all__ = ["randomly_combined", "randomly_varied"]
-
 _DRAWS = 60
 """Draws for each case. Twice as many meet hardly more."""
 _FEWEST = 12

@@ -16,8 +16,6 @@ from ..cases.server_variants import usual_page
 from ..contract import Capabilities, ForwardMode
 from .indexer_cases import with_indexer
 
-__all__ = ["requests_without_rows_cases"]
-
 _LENS = (9, 33, 0, 20, 70, 5, 1, 12)
 _NEW = (0, 17, 0, 3, 0, 0, 2, 0)
 """New tokens: none for the first and the last request, for one between two, which has no key either, and for two next

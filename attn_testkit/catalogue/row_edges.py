@@ -16,8 +16,6 @@ from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 
-__all__ = ["row_edge_cases"]
-
 _EDGES = (256, 512, 1024)
 """Keys at which kernels and planners are known to begin another split, tile or path."""
 _ROWS = 4

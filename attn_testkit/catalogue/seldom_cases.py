@@ -12,8 +12,6 @@ from ..cases.case import Case
 from ..cases.server_variants import usual_page
 from ..contract import Capabilities
 
-__all__ = ["BATCHES", "seldom_cases"]
-
 BATCHES: Sequence[tuple[int, int]] = (
     (13, 24), (16, 30), (19, 36), (22, 42), (25, 27), (28, 32), (33, 38), (34, 40), (43, 45), (46, 48),
 )  # fmt: skip

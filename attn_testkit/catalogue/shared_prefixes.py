@@ -11,8 +11,6 @@ from ..cases.layers import Layers
 from ..contract import Capabilities
 from .layer_options import with_options
 
-__all__ = ["shared_prefix_cases"]
-
 _PREFIXES = (560, 601, 577, 1040, 561, 700, 563, 641, 624)
 """vLLM cascades from 8 requests and 256 tokens on; as many are common where prefixes part half-way, too."""
 _PAGE = 16

@@ -12,8 +12,6 @@ from ..cases.server_variants import usual_page
 from ..cases.spans import SpanShape
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["span_cases"]
-
 _LENS = (9, 130, 0, 40, 64)
 _NEW = (70, 7, 40, 20, 35)
 _WINDOW = 20

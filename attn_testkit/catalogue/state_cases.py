@@ -21,8 +21,6 @@ from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 from .covering import covering_array
 
-__all__ = ["state_cases", "two_requests_with_states"]
-
 _STRENGTH = {"smoke": 1, "core": 2, "full": 3}
 _DRAWN = tuple(each for each in STATE_DATA if each != UNIT_KEYS)
 _BATCHES: Mapping[str, tuple[int, ...]] = {

@@ -17,7 +17,7 @@ from typing import Any
 from cachetools import LRUCache, cached
 
 from ..cases.case import Case
-from ..cases.declared import within_declared
+from ..cases.declared import within_declared as within_declared
 from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.nearest_declared import nearest_declared
@@ -52,8 +52,6 @@ from .shared_prefixes import shared_prefix_cases
 from .spans import span_cases
 from .state_cases import state_cases, two_requests_with_states
 from .uniform_batches import uniform_batch_cases
-
-__all__ = ["TIERS", "generate", "within_declared"]
 
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""

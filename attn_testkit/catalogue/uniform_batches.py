@@ -16,8 +16,6 @@ from ..cases.server_variants import SERVER_VARIANTS, usual_page
 from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 
-__all__ = ["uniform_batch_cases"]
-
 _PROMPTS = (20, 1, 70)
 _EQUAL_PROMPT = 96
 _VARIANTS = ("given_out", "padded_tokens", "overlap_scheduling", "zero_length_padding")

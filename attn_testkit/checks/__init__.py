@@ -1,67 +1,63 @@
-"""The checks: one file per kind of check, plain functions on host data, no pytest."""
+"""The functions of the checks: one file per kind of check, on host data, without pytest.
+
+``results/checks.py`` is the table of all checks. Each module here has the functions of some of them in ``EVALUATIONS``,
+which are found and joined by id.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import pkgutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
 
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
-from . import capabilities as _capabilities
-from . import (
-    counted_once,
-    failures,
-    graphs,
-    indexer,
-    log_sum_exp,
-    lossless,
-    memory,
-    numeric,
-    outputs,
-    sameness,
-    state,
-    states,
-)
-from .check import Check, Stage
+from ..results.checks import BEFORE_OUTPUTS, CHECKS, NUMERIC, REPORTED_INSTEAD, Check, Stage
 from .comparison import Comparison
+from .evaluation import Evaluation
 
-__all__ = ["BEFORE_OUTPUTS", "CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Comparison", "Stage", "evaluated"]
+__all__ = [
+    "BEFORE_OUTPUTS",
+    "CHECKS",
+    "NUMERIC",
+    "REPORTED_INSTEAD",
+    "Check",
+    "Comparison",
+    "Evaluation",
+    "Stage",
+    "evaluated",
+    "evaluations",
+]
 
-_KINDS = (
-    failures,
-    numeric,
-    counted_once,
-    log_sum_exp,
-    outputs,
-    memory,
-    states,
-    indexer,
-    graphs,
-    state,
-    _capabilities,
-    sameness,
-    lossless,
-)
 
-CHECKS: Mapping[str, Check] = {check.id: check for kind in _KINDS for check in kind.CHECKS}
-"""Checks by id, in the order in which their failures are worth reading."""
+@cache
+def evaluations() -> Mapping[str, Evaluation]:
+    """Functions of each check, by id, in the order of the table."""
+    return _joined(_found())
 
-NUMERIC = ("output-written", "finite", "matches-oracle", "keys-counted-once")
-"""Ids of the checks of attention outputs. Diagnosis explains their failures, and they silence failures that follow."""
 
-BEFORE_OUTPUTS = ("index-stored", "selection-well-formed", "selects-best")
-"""Ids of the checks of an indexer, in order: a failure of one silences the others and those of attention outputs."""
+def _found() -> Iterator[Evaluation]:
+    for module in sorted(each.name for each in pkgutil.iter_modules(__path__)):
+        yield from getattr(import_module(f"{__name__}.{module}"), "EVALUATIONS", ())
 
-REPORTED_INSTEAD = (
-    "reads-own-kv",
-    "reads-own-state",
-    "captures-cleanly",
-    "replay-follows-batch",
-    "addresses-stable",
-    "padding-inert",
-    "buckets-independent",
-    "steps-independent",
-)
-"""Ids under which diagnosis reports wrong attention outputs once it knows their cause."""
+
+def _joined(found: Iterable[Evaluation]) -> dict[str, Evaluation]:
+    """Evaluations by id, one for each check. Raises ``ValueError`` for one of a check that the table does not have, and
+    for a check of a step without a function, or with two.
+    """
+    by_id: dict[str, Evaluation] = {}
+    for each in found:
+        if each.check not in CHECKS:
+            raise ValueError(f"an evaluation of {each.check!r}, which results/checks.py does not have")
+        if each.check in by_id:
+            raise ValueError(f"two evaluations of {each.check!r}")
+        by_id[each.check] = each
+    joined = {check: by_id.get(check, Evaluation(check)) for check in CHECKS}
+    for check in CHECKS.values():
+        if bool(check.place) != bool(joined[check.id].run):
+            raise ValueError(f"{check.id} has {'a place' if check.place else 'no place'} in the evaluation of a step")
+    return joined
 
 
 def evaluated(
@@ -85,9 +81,10 @@ def evaluated(
     done: list[str] = []
     not_done: list[str] = []
     for check in CHECKS.values():
+        how = evaluations()[check.id]
         if check.id in failed:
             done.append(check.id)
-        elif check.applies(declared, execution) and (case is None or check.shown_by(case)):
+        elif how.applies(declared, execution) and (case is None or how.shown_by(case)):
             no_eager = case is not None and case.mode not in declared.eager
             wrong = outputs_wrong or bool(behind)
             alone = check.id in not_compared or (check.against_eager and no_eager)

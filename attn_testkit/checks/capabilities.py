@@ -8,10 +8,8 @@ from ..cases.dimensions.table import DIMENSIONS
 from ..contract import AttentionBackend, BackendContext, Capabilities, Unsupported
 from ..results.finding import Finding
 from ..steps.schedule import Schedule
-from .check import Check, Stage, in_eager, in_graphs
+from .evaluation import Evaluation, in_eager, in_graphs
 from .failures import is_ctrl_c, reason_of, site_of
-
-__all__ = ["CHECKS", "refuses_undeclared", "undeclared_contexts"]
 
 
 def undeclared_contexts(declared: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:
@@ -56,45 +54,21 @@ def refuses_undeclared(
     ]
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "no-host-lengths",
-        "With needs_cpu_seq_lens=False, host copies of lengths are None, and neither a plan nor an eager forward "
-        "waits for the device.",
-        "seq_lens.max().item() or .cpu() in a plan, a host list that becomes a device tensor at each step.",
-        "sglang #27689, #28765, #26824",
-        "`where` is the line that waits for the device, or that reads a host length which is None.",
-        evaluated_from=Stage.REPLAYED,
         applies=lambda declared, execution: not declared.needs_cpu_seq_lens,
     ),
-    Check(
+    Evaluation(
         "compiles-once",
-        "Kernels are compiled and tuned once for a model and its batches, and not again for every length of a request.",
-        "torch.compile(dynamic=False) on a tensor as long as the longest request, a length among a tuner's keys.",
-        "vLLM #27178; pytorch #141486; torchtitan #3898",
-        "`where` is what was compiled again in several steps, and the hint is torch's reason.",
-        evaluated_from=Stage.COMPLETED,
         applies=in_eager,
     ),
-    Check(
+    Evaluation(
         "capabilities-honest",
-        "Declared graph support captures and replays. Graph support that works and is not declared is reported as a "
-        "hint.",
-        "A capability copied from another class.",
-        "sglang #29858",
-        "A declared capability that does not hold, or that no case can satisfy together with the others.",
-        evaluated_from=Stage.COMPLETED,
         applies=in_graphs,
     ),
-    Check(
+    Evaluation(
         "refuses-undeclared",
-        "The constructor raises Unsupported for everything that the backend does not declare.",
-        "A constructor that does not call super().__init__, or capabilities wider than its own check.",
-        "vllm-ascend #15503",
-        "The constructor accepted an undeclared context. Call `super().__init__`, or declare the capability to have "
-        "it tested.",
-        evaluated_from=Stage.COMPLETED,
         applies=lambda declared, execution: in_eager(declared, execution) or not declared.eager,
     ),
 )
-"""Checks in the order in which they are worth reading. Their failures are found while planning and running."""

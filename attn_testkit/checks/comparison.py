@@ -13,8 +13,6 @@ from .describe import requests_wrong
 from .key_counts import key_ratio
 from .observation import Observation
 
-__all__ = ["BITS", "Comparison", "Ratios", "Worst", "place_of_max"]
-
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element -> the integers that its bits are compared as: NaN equals NaN, and -0 does not equal 0."""
 

@@ -7,8 +7,6 @@ import re
 
 from ..results.texts import message_of
 
-__all__ = ["said_by_compiler"]
-
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
 _BOILERPLATE = re.compile(
     r"Set TORCHDYNAMO_VERBOSE=1|You can suppress this exception|For even more developer context|import torch\._dynamo"

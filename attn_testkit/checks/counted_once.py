@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from ..cases.case import CODES
 from ..families.table import family_of
 from ..results.finding import Finding
-from .check import Check, Stage
 from .comparison import Comparison, place_of_max
 from .describe import row_name
+from .evaluation import Evaluation
 from .key_counts import HALF_A_KEY
 from .miscounts import Miscount, Miscounts, find_miscounts
 from .numeric import spread
-
-__all__ = ["CHECKS", "counted_once", "miscounts_text"]
 
 
 def counted_once(comparison: Comparison) -> list[Finding]:
@@ -74,20 +72,10 @@ def _count(runs: Sequence[Miscount]) -> int:
     return sum(run.length for run in runs)
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "keys-counted-once",
-        "Every KV token that a row may see counts exactly once in its output, and no other token counts, to within "
-        "half a token at any length.",
-        "A key at the edge of a split, tile or page that no split or two splits cover; a page of another request.",
-        "flashinfer #1206; sglang #26512",
-        "The headline names the KV tokens; they follow from this one output. With ordinary values, one token of "
-        "thousands changes a result by less than a rounding. Here values are codes of +1 and -1 that nearly cancel, "
-        "and their product with the error shows how often each token was counted.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=lambda case: case.data == CODES and family_of(case).counts_keys,
-        behind_outputs=True,
         run=lambda comparison, *_: counted_once(comparison),
     ),
 )
-"""Checks in the order in which they are worth reading."""

@@ -9,8 +9,6 @@ import torch
 from ..steps.data import StepData
 from ..steps.schedule import Step
 
-__all__ = ["index_ranges", "number", "requests_wrong", "row_name", "spread_text", "times"]
-
 
 def number(value: float) -> str:
     """Format a number in four digits; nan, inf and tiny values remain recognizable."""

@@ -16,20 +16,7 @@ from ..contract import AttentionBackend
 from ..distributions import DISTRIBUTIONS, folder_of
 from ..results.finding import Finding
 from ..results.texts import is_generated, message_of
-from .check import Check, Stage
 from .compiler_texts import said_by_compiler
-
-__all__ = [
-    "CHECKS",
-    "LOST_HINT",
-    "context_lost",
-    "device_full",
-    "first_line",
-    "from_exception",
-    "is_ctrl_c",
-    "reason_of",
-    "site_of",
-]
 
 _LOST = re.compile(
     r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address"
@@ -334,24 +321,3 @@ def _foreign(filename: str) -> bool:
         return True
     of_kit = any(folder and path.startswith(folder) for folder in map(folder_of, DISTRIBUTIONS))
     return of_kit and not any(f"/{room}/" in path for room in _JUDGED)
-
-
-CHECKS = (
-    Check(
-        "completes",
-        "A declared case runs: constructor, planning and every forward finish without an exception.",
-        "An attribute that the batch of a replay lacks, a shape that only full batches have, a missing kernel.",
-        "sglang #26019, #32269; vLLM #41841",
-        "The first line has the exception; `where` is the last line of its traceback in your code.",
-        evaluated_from=Stage.COMPLETED,
-    ),
-    Check(
-        "output-contract",
-        "The output has the live and padded rows of q, Hq * Dv values per row, the model's dtype and q's device.",
-        "squeeze() of a single row, returning the whole output buffer of the largest batch, returning float32.",
-        "lmdeploy #4302; flashinfer #2876",
-        "Compare the shape, dtype or device in the headline with `Hq * Dv` values per row, in q's dtype.",
-        evaluated_from=Stage.OBSERVED,
-    ),
-)
-"""Checks in the order in which they are worth reading. Their failures are found during a run."""

@@ -9,12 +9,10 @@ import torch
 from ..cases.case import Case
 from ..contract import Execution
 from ..results.finding import Finding
-from .check import Check, Stage, in_graphs
 from .comparison import BITS, Comparison, place_of_max
 from .describe import number, row_name, spread_text
+from .evaluation import Evaluation, in_graphs
 from .observation import Observation
-
-__all__ = ["CHECKS", "addresses_stable", "at_capture", "graph_matches_eager", "padding_finite"]
 
 
 def graph_matches_eager(comparison: Comparison, *, same_bits: bool = False) -> list[Finding]:
@@ -140,90 +138,40 @@ def _has_padded_replays(case: Case) -> bool:
     return case.padding != "small"
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "graph-matches-eager",
-        "A replay gives the same as the backend's own eager run of the same batch.",
-        "Another kernel, split or rounding under capture than in eager mode.",
-        "sglang #26412; vLLM #25490",
-        "Both are within the limit and differ. Look for what depends on capture: a split count, a kernel choice, a "
-        "rounding.",
-        evaluated_from=Stage.COMPLETED,
         applies=in_graphs,
-        behind_outputs=True,
-        against_eager=True,
         run=lambda comparison, schedule, declared: graph_matches_eager(
             comparison, same_bits=declared.deterministic and declared.batch_invariant
         ),
     ),
-    Check(
+    Evaluation(
         "captures-cleanly",
-        "Capture has no host sync and no copy from pageable memory, and leaves no persistent tensor behind. Its "
-        "warm-ups write no KV slot outside page 0, and give the same bits if determinism is declared.",
-        "int(lengths.max()), .tolist(), torch.tensor(list, device=...), a workspace allocated on first use, a counter "
-        "that only a plan resets.",
-        "sglang #25489; aiter #5393",
-        "`where` is the line that a capture cannot record; the hint says what to write instead.",
-        evaluated_from=Stage.CAPTURED,
         applies=in_graphs,
     ),
-    Check(
+    Evaluation(
         "replay-follows-batch",
-        "A replay uses nothing of the batch it was captured with: lengths, widths, slots, mask, maximum length.",
-        "A Python number fixed in a kernel launch, a plan that is not redone, strides of another layout.",
-        "sglang #21987, #27545; vLLM #42444; rtp-llm #378",
-        "Eager mode is correct. The hint says if the replay is right in a graph that was captured with the same batch: "
-        "then the graph keeps a value of its capture. `attended` says which KV tokens were read.",
-        evaluated_from=Stage.REPLAYED,
         applies=in_graphs,
-        behind_outputs=True,
     ),
-    Check(
+    Evaluation(
         "addresses-stable",
-        "A graph reads and writes only memory that still exists and was not replaced.",
-        "Metadata that a replay re-allocates instead of filling in place, a workspace that grew or was freed.",
-        "vLLM #35175, #46067; TensorRT-LLM #16319",
-        "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it once and "
-        "fill it in place.",
-        evaluated_from=Stage.REPLAYED,
         applies=in_graphs,
         run=lambda comparison, *_: addresses_stable(comparison.observed),
     ),
-    Check(
+    Evaluation(
         "padding-inert",
-        "Padded rows, whatever they contain, change no real row and no slot outside page 0.",
-        "Metadata built before padding, a negative prefix, statistics over the whole batch, stale tails.",
-        "vLLM #57094, #28579; sglang #31270",
-        "Without padding the result is right. Look for sums, maxima and tails over the padded batch.",
-        evaluated_from=Stage.COMPLETED,
         applies=in_graphs,
         shown_by=_has_padded_replays,
-        behind_outputs=True,
     ),
-    Check(
+    Evaluation(
         "padding-finite",
-        "If declared: output rows of no request hold neither NaN nor Inf if their inputs are finite.",
-        "A softmax over no key, splits that are all empty, rows behind the last request that no program writes.",
-        "vLLM #57094",
-        "Live rows are right. A server that quantizes all rows with one scale spreads the NaN to every request.",
-        evaluated_from=Stage.REPLAYED,
         applies=lambda declared, execution: declared.server.finite_padding and execution is Execution.GRAPH,
         shown_by=_has_rows_of_no_request,
-        behind_outputs=True,
         run=lambda comparison, *_: padding_finite(comparison.observed),
     ),
-    Check(
+    Evaluation(
         "buckets-independent",
-        "Graphs of several buckets and modes on one instance, eager steps between them, and a co-resident instance "
-        "do not disturb each other.",
-        "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another "
-        "mode, a planner's workspace that all instances of a process share.",
-        "lmdeploy #4661; vLLM #48261; sglang #33920, #27193",
-        "As the only replay of the only bucket it is right. Look for what two graphs, two modes or an eager step "
-        "share.",
-        evaluated_from=Stage.COMPLETED,
         applies=in_graphs,
-        behind_outputs=True,
     ),
 )
-"""Checks in the order in which they are worth reading."""

@@ -12,8 +12,6 @@ from .comparison import BITS
 from .describe import index_ranges
 from .observation import Observation
 
-__all__ = ["writes_own_keys"]
-
 
 def writes_own_keys(observed: Observation, case: Case) -> list[Finding]:
     """Check that the KV slots of the batch, and page 0, are all that changed, and hold its keys and values."""

@@ -11,13 +11,11 @@ from ..contract.sparse import INDEX_SUMS
 from ..results.finding import Finding
 from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
 from ..steps.kv_groups import slot_in_pool
-from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number
+from .evaluation import Evaluation
 from .observation import Observation
 from .selection_hints import Selected, consistent, hint_of
-
-__all__ = ["CHECKS", "index_stored", "selection_well_formed", "selects_best"]
 
 _KEY_BYTES = INDEX_PAGE * INDEX_WIDTH
 _NEAR = 2.0**-20
@@ -257,40 +255,23 @@ def selects_best(comparison: Comparison, case: Case, declared: Capabilities) -> 
     return []
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "index-stored",
-        "The index pool holds the FP8 key and the scale of each token of the step, and no other byte of it changes.",
-        "A page written token by token, scale views of all layers that alias, padded rows stored over live ones.",
-        "ROCm/ATOM #1466; 1Cat-vLLM #250; sglang #31218",
-        "`where` names layer, token, slot and page. Compare your strides with `IndexPool`: 64 keys, then 64 scales.",
-        evaluated_from=Stage.OBSERVED,
         applies=has_indexer,
         shown_by=shown,
         run=lambda comparison, schedule, declared: index_stored(comparison, schedule.case),
     ),
-    Check(
+    Evaluation(
         "selection-well-formed",
-        "Each row selects min(topk, keys that it may see) different keys, and has -1 in all other columns.",
-        "Stale indices behind the count, lengths of padded rows, a result that is not filled with -1.",
-        "DeepSeek-v4-Flash-DGX-Spark #2; vLLM #51538; flashinfer #5015",
-        "`where` names layer, request, row and column. If only replays are wrong, look at lengths that a plan keeps.",
-        evaluated_from=Stage.OBSERVED,
         applies=has_indexer,
         shown_by=selections_shown,
         run=lambda comparison, schedule, declared: selection_well_formed(comparison, schedule.case),
     ),
-    Check(
+    Evaluation(
         "selects-best",
-        "No key that a row leaves out has a higher score than one that it selects, apart from computed rounding.",
-        "Scores of 0, ReLU or the scale left out, top-k and length exchanged, scores of another row or layer.",
-        "ROCm/ATOM #1466; mlx-lm #1454; antirez/ds4 #358",
-        "The headline names a key that is selected and a better one that is not. Short contexts cannot show it: there "
-        "all keys are selected.",
-        evaluated_from=Stage.OBSERVED,
         applies=has_indexer,
         shown_by=selections_shown,
         run=lambda comparison, schedule, declared: selects_best(comparison, schedule.case, declared),
     ),
 )
-"""Checks in the order in which they are worth reading."""

@@ -21,8 +21,6 @@ import torch
 from ..families.expected import Expected
 from ..steps.data import StepData, dequantised
 
-__all__ = ["HALF_A_KEY", "code_sizes", "codes_of", "in_keys", "key_ratio"]
-
 HALF_A_KEY = 0.5
 _AT_ONCE = 1 << 24
 """Number of estimates that are made in one product."""

@@ -10,13 +10,11 @@ from ..cases.case import Case
 from ..cases.dimensions.kv_splits import splits_of
 from ..contract import Capabilities, LogSumExp
 from ..results.finding import Finding
-from .check import Check, Stage
 from .comparison import Comparison, place_of_max
 from .describe import number, row_name, spread_text, times
+from .evaluation import Evaluation
 from .lse_hint import lse_hint
 from .lse_patterns import LseEvidence
-
-__all__ = ["CHECKS", "log_sum_exp"]
 
 
 def log_sum_exp(comparison: Comparison, case: Case, declared: LogSumExp) -> list[Finding]:
@@ -94,20 +92,11 @@ def _run(comparison: Comparison, case: Case, declared: Capabilities) -> list[Fin
     return log_sum_exp(comparison, case, declared.lse) if case.kv_splits and declared.lse else []
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "log-sum-exp",
-        "If declared: the log-sum-exp of every row and head, for each KV split, is within its own computed limit, "
-        "and -inf for a split without keys, whose output is finite.",
-        "Base 2 instead of e, a transposed layout, a KV split without keys that gives 0 or NaN, a sink that is "
-        "counted in every split, a log-sum-exp that is kept in bfloat16.",
-        "sglang #35045, #40903, #22688; vLLM #22003; flashinfer #58",
-        "`where` gives the value in natural units. The hint compares it with log-sum-exps of usual mistakes: "
-        "another base, no sink or two, no scale, only the maximum.",
-        evaluated_from=Stage.OBSERVED,
         applies=lambda declared, execution: declared.lse is not None,
         shown_by=lambda case: bool(case.kv_splits),
         run=lambda comparison, schedule, declared: _run(comparison, schedule.case, declared),
     ),
 )
-"""Checks in the order in which they are worth reading."""

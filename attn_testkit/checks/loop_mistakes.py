@@ -23,8 +23,6 @@ from ..steps.greedy_loop import Loop
 from ..steps.schedule import Schedule
 from .lossless import GeneratedTokens, TokenAttention
 
-__all__ = ["mistake_in"]
-
 _Row = tuple[str, torch.Tensor, torch.Tensor]
 """A mistake in words, and the outputs of the row with it and their limit, [Hq * Dv] float64 each."""
 _OPTIONS: tuple[tuple[str, str, Callable[[AttentionLayer], bool], object], ...] = (

@@ -13,10 +13,8 @@ from ..families.expected import Expected
 from ..results.finding import Finding
 from ..steps.data import VOCAB
 from ..steps.greedy_loop import Loop
-from .check import Check, Stage
 from .describe import number, times
-
-__all__ = ["CHECKS", "GeneratedTokens", "TokenAttention", "lossless", "ran_to_its_end"]
+from .evaluation import Evaluation
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,17 +114,9 @@ def _finding(headline: str, where: str, stage: str, hint: str) -> Finding:
     return Finding("lossless", headline, where=where, step=stage, hint=hint)
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "lossless",
-        "Draft-decode, target-verify and draft-extend, or decode, target-verify and commit, round after round on one "
-        "instance, generate the tokens of plain greedy decode, whatever is accepted of a draft.",
-        "A value cached in one stage is reused in the next, or rejected draft tokens are still visible or part of a "
-        "state.",
-        "sglang #21987; vLLM #43810",
-        "`step` names the first round and stage that differ.",
-        evaluated_from=Stage.COMPLETED,
         shown_by=lambda case: case.rounds > 0,
     ),
 )
-"""Checks in the order in which they are worth reading, evaluated on the tokens of a loop."""

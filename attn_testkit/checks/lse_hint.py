@@ -10,8 +10,6 @@ from ..families.rounding import UNIT_ROUNDOFF
 from .lse_patterns import MISTAKES, LseEvidence
 from .lse_places import of_fewer_keys, of_other_heads
 
-__all__ = ["lse_hint"]
-
 _UNSHIFTED = (
     "exponentials of large numbers are 0 or Inf, so the logarithm of their sum is -Inf or Inf: subtract {} before exp, "
     "and add it to the logarithm"

@@ -17,8 +17,6 @@ from ..families.softmax.attention import Attention
 from ..families.softmax.kv_splits import attend_split
 from ..steps.data import StepData, make_layers
 
-__all__ = ["MISTAKES", "LseEvidence"]
-
 
 @dataclass(frozen=True, eq=False)
 class LseEvidence:

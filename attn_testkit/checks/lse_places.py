@@ -11,8 +11,6 @@ from ..families.softmax.attention import seen_in
 from .describe import row_name
 from .lse_patterns import LseEvidence
 
-__all__ = ["of_fewer_keys", "of_other_heads"]
-
 _LONGEST = 8192
 """Largest number of KV tokens of a request for which fewer are tried: each try takes a run of the oracle."""
 

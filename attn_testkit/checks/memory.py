@@ -9,13 +9,11 @@ import torch
 from ..cases.case import Case
 from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
-from .check import Check, Stage
 from .comparison import BITS
+from .evaluation import Evaluation
 from .hybrid import writes_own_keys
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
 from .observation import Observation
-
-__all__ = ["CHECKS", "inputs_unchanged", "pool_is_right", "writes_own_kv"]
 
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
@@ -157,53 +155,20 @@ def _has_keys(case: Case) -> bool:
     return case.state is None or case.layers.hybrid
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "reads-own-kv",
-        "A result depends only on the request's own KV tokens: every other slot holds NaN, page tails and page 0 "
-        "included.",
-        "A load that is masked after the multiplication (0 * NaN), a length rounded up to a page, page 0 read for "
-        "padding.",
-        "flash-attention #1745; sglang #32477; aiter #4245",
-        "With zeros in unowned slots the result is finite. `attended` shows which foreign slots had weight; if the KV "
-        "tokens are right, something is multiplied by 0 instead of masked.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=_has_keys,
-        behind_outputs=True,
     ),
-    Check(
+    Evaluation(
         "writes-own-kv",
-        "Exactly the batch's slots (and page 0) change, no memory between slots does, and they hold the batch's K "
-        "and V.",
-        "A slot of -1 for padding, slots fixed at capture, K and V swapped, a scale that is missing or applied twice.",
-        "vLLM #43810; TensorRT-LLM #17110; sglang #24243",
-        "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
-        "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=_has_keys,
         run=lambda comparison, schedule, declared: writes_own_kv(
             comparison.observed, schedule.case, takes_strided_heads=declared.server.takes_strided_heads
         ),
     ),
-    Check(
+    Evaluation(
         "inputs-unchanged",
-        "q, k, v, the batch's tensors, the request table and the memory around `out=` are not modified.",
-        "In-place scaling or rotation of q, advancing seq_lens in place, a padded batch or a whole tile written back.",
-        "sglang #23037",
-        "`where` lists the tensors that changed.",
-        evaluated_from=Stage.OBSERVED,
         run=lambda comparison, *_: inputs_unchanged(comparison.observed),
     ),
-    Check(
-        "memory-bounded",
-        "Steps of the same shape do not take more device memory each time. Memory may grow to its largest size, and "
-        "caches by shape may fill.",
-        "A list or dict that keeps a tensor of every step, a plan that keeps its predecessor, scratch that is "
-        "allocated again and not given back.",
-        "vLLM #26142; flashinfer #2139",
-        "`where` has the bytes per step, the backend's attribute that holds them, and in the emulation the line that "
-        "allocated them.",
-        evaluated_from=Stage.COMPLETED,
-    ),
 )
-"""Checks in the order in which they are worth reading."""

@@ -19,8 +19,6 @@ from ..steps.data import make_layers
 from .comparison import Comparison
 from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
 
-__all__ = ["Miscount", "Miscounts", "find_miscounts"]
-
 _MOST_RUNS = 4
 """Number of runs that are named. More would be a wrong softmax or a wrong request, and not a miscount."""
 _MOST_TRIES = 12

@@ -10,8 +10,6 @@ from .describe import index_ranges
 from .observation import Observation
 from .wrong_planes import wrong_planes
 
-__all__ = ["NEW", "OLD", "PADDING_GOES", "STRIDED_HEADS", "UNOWNED", "held_instead", "owner_text", "owners"]
-
 UNOWNED, NEW, OLD = 0, 1, 2
 """Owners of a slot: none, a token of this step, an earlier token."""
 

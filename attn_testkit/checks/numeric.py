@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from ..results.finding import Finding
-from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number, row_name, spread_text, times
-
-__all__ = ["CHECKS", "finite", "matches_oracle", "output_written", "spread"]
+from .evaluation import Evaluation
 
 
 def output_written(comparison: Comparison) -> list[Finding]:
@@ -88,34 +86,17 @@ def spread(comparison: Comparison) -> str:
     return text + (f"; only {comparison.name(layers[0])}" if len(layers) == 1 and wrong.shape[0] > 1 else "")
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "matches-oracle",
-        "Every real row of every layer call is within the computed limit of float64 attention.",
-        "A length that is off by one; a wrong page, slot, scale, mask, window or head mapping.",
-        "sglang #26512; flashinfer #4059; lightllm #743",
-        "`attended` shows which KV tokens a wrong row attended to and which it should have. If they are the right "
-        "ones, look at scale, soft cap, sinks and the mapping of heads.",
-        evaluated_from=Stage.OBSERVED,
         run=lambda comparison, *_: matches_oracle(comparison),
     ),
-    Check(
+    Evaluation(
         "finite",
-        "No NaN or Inf in a real row, nor in a warm-up of a decode or verify graph.",
-        "A softmax over no key, a combination of splits that are all empty, a very negative logit.",
-        "flashinfer #4401; sglang #26521",
-        "The NaN was computed, not read: an empty sum, or memory that was never written. The hint says which.",
-        evaluated_from=Stage.OBSERVED,
         run=lambda comparison, *_: finite(comparison),
     ),
-    Check(
+    Evaluation(
         "output-written",
-        "Every real output row is written. Output memory is filled with poison before.",
-        "An early exit for short requests, a grid that covers only the batch of the capture.",
-        "lmdeploy #788; flashinfer #639",
-        "The place in `where` still holds the poison: a grid that is too small, or an early exit.",
-        evaluated_from=Stage.OBSERVED,
         run=lambda comparison, *_: output_written(comparison),
     ),
 )
-"""Checks in the order in which they are worth reading."""

@@ -20,19 +20,6 @@ from ..steps.data import StepData
 from ..steps.packed_rows import accepted
 from ..steps.schedule import Schedule, Step
 
-__all__ = [
-    "Bytes",
-    "Copies",
-    "Group",
-    "Observation",
-    "Outputs",
-    "Piece",
-    "RanBefore",
-    "StepInputs",
-    "copies_from",
-    "copies_of",
-]
-
 Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside",

@@ -8,12 +8,10 @@ from ..cases.case import Case
 from ..families.expected import Expected
 from ..results.finding import Finding
 from ..steps.data import draft_topk
-from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number, times
+from .evaluation import Evaluation
 from .observation import Observation, Outputs
-
-__all__ = ["CHECKS", "mode_outputs"]
 
 _FIELDS = ("next_token_logits", "hidden_states", "topk_p", "topk_index")
 
@@ -104,17 +102,9 @@ def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -
     return []
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "mode-outputs",
-        "The mode returns exactly its fields for exactly its rows: see the table of modes.",
-        "An attention output with the right shape and the wrong row order; a buffer that the next layer overwrites.",
-        "sglang #25002, #35546",
-        "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, tensors of "
-        "the batch, buffers that a later layer shares.",
-        evaluated_from=Stage.OBSERVED,
-        behind_outputs=True,
         run=lambda comparison, schedule, declared: mode_outputs(comparison, schedule.case),
     ),
 )
-"""Checks in the order in which they are worth reading."""

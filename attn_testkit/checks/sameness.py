@@ -8,11 +8,9 @@ import torch
 from ..contract import Execution
 from ..results.finding import Finding
 from ..steps.last_rows import has_last_rows
-from .check import Check, Stage
 from .comparison import BITS
+from .evaluation import Evaluation
 from .observation import Observation
-
-__all__ = ["CHECKS", "batch_invariant", "mode_invariant", "repeatable"]
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -134,40 +132,19 @@ def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]
     return []
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "repeatable",
-        "If declared: the same batch gives the same bits each time, and an indexer selects the same keys.",
-        "Atomic adds, a split count that depends on timing, a counter that is not reset, ties broken by arrival.",
-        "flash-attention 1a58058a; sglang #26412; aiter #4376",
-        "The same step ran twice on one instance: look for dirty counters, atomics, memory that is not cleared.",
-        evaluated_from=Stage.COMPLETED,
         applies=lambda declared, execution: declared.deterministic and execution is Execution.EAGER,
     ),
-    Check(
+    Evaluation(
         "batch-invariant",
-        "If declared: a request gives the same bits, and selects the same keys, whatever else is in the batch.",
-        "A split count or tile size that depends on the batch.",
-        "flash-attention #2450; aiter #4378; pegainfer #623",
-        "Every request ran again, one by itself and the others in twos, fours and eights: look for kernels, sizes and"
-        " splits that depend on the batch.",
-        evaluated_from=Stage.COMPLETED,
         applies=lambda declared, execution: declared.batch_invariant and execution is Execution.EAGER,
         shown_by=lambda case: case.bs > 1,
     ),
-    Check(
+    Evaluation(
         "mode-invariant",
-        "If declared: a row of decode or of a verified chain gives the same bits as a row of extend with its keys, in "
-        "eager mode and in replays.",
-        "Another kernel for verify, a split count of decode only or by the bucket of a graph, tiles by the rows of a "
-        "request.",
-        "general; servers that train on what they generate",
-        "The last rows of an eager extend ran again in decode and as a chain, on the same instance and in the same "
-        "slots, and were replayed where these modes have graphs: look for what depends on the mode, on the rows of a "
-        "request or on the capture.",
-        evaluated_from=Stage.COMPLETED,
         applies=lambda declared, execution: declared.mode_invariant and execution is Execution.EAGER,
         shown_by=has_last_rows,
     ),
 )
-"""Checks in the order in which they are worth reading. Their failures are found by comparing two runs."""

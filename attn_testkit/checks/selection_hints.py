@@ -14,8 +14,6 @@ from ..steps.index_data import IndexData, index_layers, make_index_data
 from ..steps.kv_groups import slots_of_schedule
 from .observation import Observation
 
-__all__ = ["Selected", "consistent", "hint_of"]
-
 
 def consistent(each: RowScores, taken: torch.Tensor) -> tuple[int, int] | None:
     """A key that is selected and a better one that is not; None if there is no such pair.

@@ -12,8 +12,6 @@ import torch
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.recurrence import recur, start_of
 
-__all__ = ["read_text", "token_text"]
-
 
 def token_text(
     data: StateStepData, got: torch.Tensor, want: torch.Tensor, before: torch.Tensor, at: tuple[int, int, int, int]

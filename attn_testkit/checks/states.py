@@ -17,13 +17,11 @@ from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
 from ..results.finding import Finding
-from .check import Check, Stage
 from .comparison import BITS, Comparison, place_of_max
 from .describe import index_ranges, number, times
+from .evaluation import Evaluation
 from .observation import Observation
 from .state_tokens import read_text, token_text
-
-__all__ = ["CHECKS", "state_margin"]
 
 
 class _After(NamedTuple):
@@ -364,70 +362,34 @@ def _has_states(case: Case) -> bool:
     return case.state is not None
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "reads-own-state",
-        "A result depends only on the request's own state: slots of others, and that of a fresh request whose backend "
-        "goes by has_initial_state, hold NaN.",
-        "has_initial_state ignored, a first chunk of one token taken for a decode, a place taken for a slot.",
-        "vLLM #51562; tpu-inference #2431; vllm-metal #488",
-        "With zeros in these slots the result is finite. `where` names the request. If it has no earlier state, the "
-        "backend read its uninitialized slot.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=_has_states,
-        behind_outputs=True,
     ),
-    Check(
+    Evaluation(
         "writes-own-state",
-        "Only slots of the batch change. Slot 0 changes only if padding may write it. Memory between slots stays.",
-        "An index of -1 clamped to 0, padded rows with stale slots, a stride that is a product of the shape.",
-        "tokenspeed #700; vllm-ascend #12040, #10901; vLLM #56196",
-        "The headline names the slot. Slot 0 points to padding, another one to a place or a row taken for a slot.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=_has_states,
         run=lambda comparison, schedule, declared: writes_own_state(comparison.observed, schedule.case),
     ),
-    Check(
+    Evaluation(
         "verify-keeps-state",
-        "A target-verify leaves the state of each request as it was, bit for bit, until its commit.",
-        "A kernel whose write-back is not off, a slot that is updated while the draft is not yet accepted.",
-        "mlx-swift-lm #218; Avarok atlas #604",
-        "States behind nodes belong to pool.scratch. The headline names the request.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=lambda case: case.state is not None and case.tree is not None and case.state.rollback == "commit",
         run=lambda comparison, schedule, declared: verify_keeps_state(comparison.observed, schedule.case),
     ),
-    Check(
+    Evaluation(
         "conv-window-exact",
-        "The convolution window of each request holds its last W - 1 inputs afterwards, bit for bit. After a commit "
-        "these end with the last accepted node.",
-        "A prompt shorter than the window, a window that is not rolled back, columns in another order.",
-        "vLLM #56196, #40738; mlx-swift-lm #218",
-        "Windows are copies of inputs. `where` names the column; short requests keep columns of the window before.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=lambda case: case.state is not None and case.state.conv_width > 1,
         run=lambda comparison, schedule, declared: conv_window_exact(comparison.observed, schedule.case),
     ),
-    Check(
+    Evaluation(
         "state-matches-oracle",
-        "The state of each request is within the computed limit of the float64 recurrence afterwards.",
-        "A gate, a decay or a head of another; a chunk that is lost; a state of another request.",
-        "sglang #29368; vLLM-2080Ti-Definitive #93",
-        "If outputs are right and the state is not, look at what is stored. The hint names states of others.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=_has_states,
-        behind_outputs=True,
         run=lambda comparison, schedule, declared: state_matches_oracle(comparison.observed, schedule.case),
     ),
-    Check(
+    Evaluation(
         "state-counts-tokens",
-        "On exact data each token of a step is in the state of its request once, in order, at any length.",
-        "A last chunk that is lost, a token that is applied twice, a rejected draft token that is kept.",
-        "sglang #26351; vLLM #49918",
-        "The headline names the token: values of tokens are columns of the state, so nothing is hidden by decay.",
-        evaluated_from=Stage.OBSERVED,
         shown_by=lambda case: case.data == UNIT_KEYS,
         run=lambda comparison, schedule, declared: state_counts_tokens(comparison.observed, schedule.case),
     ),
 )
-"""Checks in the order in which they are worth reading."""

@@ -7,8 +7,6 @@ import torch
 from ..contract.row_format import HALVES, PackedRows, Plane, in_tiles
 from ..steps.packed_rows import holds_zeros
 
-__all__ = ["wrong_planes"]
-
 
 def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> str:
     """Describe ``row`` [Hk, bytes] that should be ``want``; empty if its numbers and its scales are both unlike."""

@@ -15,8 +15,6 @@ from ..running.planning.request import Item, Prepared, param_id
 from .keyword import keyword
 from .last_failed import failed_before, place
 
-__all__ = ["choose", "echo_durations", "echo_items", "only", "pytest_options"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -15,8 +15,6 @@ from ..reports.record import read_report
 from ..running.planning.request import Options, Prepared, Request, prepare
 from ..running.planning.shards import durations_of
 
-__all__ = ["ray_option", "refuse_with_ray", "run_on_cluster"]
-
 ray_option = click.option(
     "--ray", "ray_address", is_flag=False, flag_value="auto", metavar="[ADDRESS]",
     help="Run on a Ray cluster, or `local`.",

@@ -11,8 +11,6 @@ from ..registry import UsageError
 from ..reports.record import read_report
 from ..reports.shards import read_merged
 
-__all__ = ["compare"]
-
 
 @click.command(
     short_help="Show what changed between two results files.",

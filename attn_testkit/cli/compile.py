@@ -15,8 +15,6 @@ from ..running.check_backend import check_backend
 from ..running.planning.request import MODES, TIERS
 from .options import Seconds, Spelled, case_option
 
-__all__ = ["compile_"]
-
 TARGETS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120")
 """Names of devices, as in ``emulation/compile_for.py``, which imports torch."""
 

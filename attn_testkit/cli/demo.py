@@ -19,8 +19,6 @@ from ..running.planning.request import Options, Request
 from .options import device_option
 from .run import terminated_like_interrupted
 
-__all__ = ["demo"]
-
 _BUG, _FIXED = "attn_testkit.examples.demo:StaleLength", "attn_testkit.examples.demo:Fixed"
 _CASE = "decode-gqa2x2-d64-bf16-p16-k5.40.17-shuffled-gauss-b3prod"
 _ORDINARY = "attn_testkit.examples.ordinary_test"

@@ -24,8 +24,6 @@ from ..running.processes.judge_process import JudgeError, JudgeProcess
 from ..running.processes.machine import GIGABYTE, Package, Resources, packages, resources, slow_because
 from .options import Seconds, device_option
 
-__all__ = ["doctor"]
-
 FORMAT = "attn-testkit-doctor/1"
 PLAIN = "torch_native"
 """A backend that needs only torch: if it does not pass, the kit cannot run."""

@@ -10,8 +10,6 @@ import click
 from ..distributions import CORPUS, SERVERS
 from ..registry import UsageError
 
-__all__ = ["ELSEWHERE", "GROUP", "absent", "registered", "registered_names"]
-
 GROUP = "attn_testkit.commands"
 """Entry-point group of commands: ``audit = "pkg.module:audit"``, a ``click.Command``."""
 

@@ -9,12 +9,11 @@ import click
 
 from ..glossary import all_entries, entry_of
 from ..registry import UsageError, did_you_mean
-from ..results.names import CHECK_IDS, MODES
+from ..results.checks import CHECKS
+from ..results.names import MODES
 
 if TYPE_CHECKING:
     from ..cases.case import Case
-
-__all__ = ["explain"]
 
 _LEAST_HYPHENS = 5
 """Least number of hyphens of what is read as a case id without a leading mode: no check and no word has as many."""
@@ -51,7 +50,7 @@ def explain(what: tuple[str, ...], show_words: bool, limit: bool, at: str | None
         if name:
             raise UsageError(f"--list lists every word; leave out {name!r}, or leave out --list")
         _list_words()
-    elif not name or name in CHECK_IDS:
+    elif not name or name in CHECKS:
         _explain_check(name)
     elif entry := entry_of(name):
         click.secho(entry.word, bold=True)
@@ -73,8 +72,6 @@ def _list_words() -> None:
 
 
 def _explain_check(name: str) -> None:
-    from ..checks import CHECKS  # imports torch, which words do not need
-
     if not name:
         width = max(map(len, CHECKS))
         for check in CHECKS.values():
@@ -117,7 +114,7 @@ def _case(name: str) -> Case:
 
 def _near(name: str) -> str:
     """The word that was probably meant, and up to two similar ones."""
-    words = [*CHECK_IDS, *(word for entry in all_entries() for word in (entry.word, *entry.also))]
+    words = [*CHECKS, *(word for entry in all_entries() for word in (entry.word, *entry.also))]
     first = did_you_mean(name, words)
     others = [word for word in difflib.get_close_matches(name, words, n=3, cutoff=0.7) if repr(word) not in first]
     return first + (f" Also near: {', '.join(others)}" if first and others else "")

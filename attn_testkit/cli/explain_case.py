@@ -15,8 +15,6 @@ from ..contract import ForwardMode
 from ..glossary import entry_of
 from ..steps.schedule import Schedule, Step, make_schedule
 
-__all__ = ["explain_case"]
-
 
 def explain_case(case: Case) -> None:
     """Print a case in words: fields, then steps, then derived parameters, one line each."""

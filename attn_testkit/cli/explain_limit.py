@@ -13,8 +13,6 @@ from ..families.table import family_of
 from ..registry import UsageError
 from ..steps.schedule import make_schedule
 
-__all__ = ["explain_limit"]
-
 
 def explain_limit(case: Case, at: str, step: int) -> None:
     """Print how the limit of an element comes about: the answer, each term with its reason, and their sum.

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ..fuzz.database import Database
     from ..fuzz.search import Found, Search
 
-__all__ = ["fuzz"]
-
 MOST_MINUTES = 60.0 * 24 * 7
 
 

@@ -13,8 +13,6 @@ import attn_testkit
 from ..registry import UsageError
 from ..results.failure_text import PYTHON_VARIABLE
 
-__all__ = ["continue_in"]
-
 _SERVERS = "`bash ci/servers.sh` in a checkout of the kit creates environments with the kit and a server"
 _ASK = "import attn_testkit, attn_testkit.cli; print(attn_testkit.__version__)"
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from ..registry import UsageError
 
-__all__ = ["keyword"]
-
 Matches = Callable[[str], bool]
 
 _TOKEN = re.compile(r"\s*(?P<token>[()]|[\w:+\-.\[\]\\/,@^*]+)")

@@ -19,8 +19,6 @@ from ..running.planning.request import Request, prepare
 from ..running.processes.judge_process import JudgeProcess
 from .options import backend_option
 
-__all__ = ["known"]
-
 
 @click.command(
     short_help="Check a file of known failures, or write one.",

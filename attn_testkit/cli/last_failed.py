@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ..results.case_result import BAD, RAN, CaseResult
 
-__all__ = ["CACHE_VARIABLE", "Key", "failed_before", "keep_failed", "place"]
-
 Key = tuple[str, str, str]
 """Backend, execution and case."""
 

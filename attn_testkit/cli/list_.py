@@ -18,8 +18,6 @@ from ..running.processes.judge_process import JudgeProcess
 from .options import request_from, selection_options
 from .show import out
 
-__all__ = ["list_"]
-
 
 @click.command(
     "list",

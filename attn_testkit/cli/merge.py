@@ -8,8 +8,6 @@ from ..reports.record import read_report, write_report
 from ..reports.shards import merge_reports
 from .show import echo_header, print_summary
 
-__all__ = ["merge"]
-
 
 @click.command(
     short_help="Make one results file and one verdict of all shards.",

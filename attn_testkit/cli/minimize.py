@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..cases.case import Case
     from ..minimize.search import Search
 
-__all__ = ["minimize"]
-
 
 @click.command(
     short_help="Reduce a failing case to the settings that its failure needs.",

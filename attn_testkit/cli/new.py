@@ -16,8 +16,6 @@ import click
 from ..registry import UsageError
 from ..reports.record import cannot_write
 
-__all__ = ["new"]
-
 _FILES = {
     "{module}.py": ("new_adapter.py.j2", "the backend; `run` says where your kernel goes"),
     "test_{module}.py": ("new_test.py.j2", "one pytest test per case-run"),

@@ -13,8 +13,6 @@ from ..running.processes.judge_process import JudgeError, JudgeProcess
 if TYPE_CHECKING:
     from ..cases.case import Case
 
-__all__ = ["OneByOne"]
-
 
 class OneByOne:
     """The processes that judge one backend, each replaced if it dies.

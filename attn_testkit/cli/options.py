@@ -13,8 +13,6 @@ from ..registry import UsageError, unknown
 from ..results.failure_text import program
 from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
-__all__ = ["case_option", "command_line", "device_option", "request_from", "selection_options"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -8,8 +8,6 @@ from ..registry import UsageError
 from ..reports.record import read_report, write_text
 from ..reports.shards import read_runs
 
-__all__ = ["report"]
-
 
 @click.command(
     short_help="Turn results files into a page or a summary.",

@@ -16,8 +16,6 @@ from .options import backend_option, device_option, execution_option
 from .run import NO_GATE
 from .show import echo_header
 
-__all__ = ["repro"]
-
 
 @click.command(
     short_help="Run one case again.",

@@ -32,8 +32,6 @@ from .options import Seconds, request_from, selection_options
 from .shards import refuse_other_shard, shard_options, sharded
 from .show import Watch, echo_header, print_summary
 
-__all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
-
 
 @click.command(
     short_help="Test backends in every mode they declare.",

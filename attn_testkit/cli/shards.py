@@ -15,8 +15,6 @@ from ..results.run_header import RunHeader
 from ..running.planning.request import Plan
 from ..running.planning.shards import durations_of, shard_of
 
-__all__ = ["refuse_other_shard", "shard_options", "sharded"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -29,8 +29,6 @@ from ..results.remarks import (
 )
 from ..results.run_header import RunHeader
 
-__all__ = ["Watch", "echo_header", "out", "print_summary"]
-
 LOG_SECONDS = 15.0
 
 

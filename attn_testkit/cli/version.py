@@ -6,8 +6,6 @@ import importlib.metadata as metadata
 
 import attn_testkit
 
-__all__ = ["GROUP", "version_text"]
-
 GROUP = "attn_testkit.version"
 """Entry-point group of functions without arguments that return further lines."""
 

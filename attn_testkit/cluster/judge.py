@@ -17,8 +17,6 @@ from ..running.processes.judge_process import search_path
 from . import tasks
 from .ray_module import ray_module
 
-__all__ = ["Architecture", "Cluster", "ClusterJudge", "connected"]
-
 SHARDS_PER_SLOT = 4
 """Shards for each that can run at the same time: many, so that a node that is fast gets more, and few, because each
 starts a process that imports torch and the backend on a GPU node."""

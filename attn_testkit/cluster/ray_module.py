@@ -8,8 +8,6 @@ from typing import Any
 
 from ..registry import UsageError
 
-__all__ = ["ray_module"]
-
 
 def ray_module() -> Any:
     """Return the package ``ray``. Raises ``UsageError`` if it is not installed."""

@@ -19,8 +19,6 @@ from ..running.planning.shards import key_of
 from ..running.processes.judge_process import JudgeProcess
 from .ray_module import ray_module
 
-__all__ = ["ACCELERATOR_TYPE", "Collector", "architecture_of", "device_name", "plan_on_node", "run_shard"]
-
 Key = tuple[str, str, str]
 
 ACCELERATOR_TYPE = "ray.io/accelerator-type"

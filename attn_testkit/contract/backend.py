@@ -79,6 +79,10 @@ class BackendContext:
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
     choose kernels by them. Empty if the sizes are not known."""
+    capture_tokens: tuple[int, ...] = ()
+    """Rows of one forward of those graphs, ascending: ``capture_sizes`` in tokens, for servers that count tokens (as
+    vLLM's ``cudagraph_capture_sizes`` do). In extend the requests of a graph share its rows. Empty if the sizes are not
+    known."""
     max_spans: int = 0
     """Most bidirectional spans of a request in any batch; 0 if no layer has spans."""
     kv_splits: tuple[KVSplit, ...] = ()

@@ -25,8 +25,6 @@ from ..steps.foreign_slots import PLACES, place_pattern
 from ..steps.schedule import Schedule, Step
 from .rerun import Rerunner
 
-__all__ = ["AttendedKeys", "find_attended", "ranges"]
-
 _MAX_PASSES = 6
 """Number of runs for one row; each names as many KV tokens as a head has values."""
 _TELLING = 3

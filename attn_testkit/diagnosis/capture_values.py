@@ -12,8 +12,6 @@ from ..steps.schedule import Schedule, make_schedule
 from .changed_case import FEATURES
 from .rerun import Rerunner
 
-__all__ = ["OVERFLOWS", "keeps_capture_values", "reason_of_a_replay"]
-
 OVERFLOWS = (
     "an address overflows 32 bits, only in the graph, since a slot or a page times a stride takes 64 (.to(tl.int64), "
     "int64_t): right if the KV pool is small, and wrong if it has elements beyond 2^31"

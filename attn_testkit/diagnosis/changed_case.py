@@ -20,8 +20,6 @@ from ..steps.numerics import Numerics
 from ..steps.schedule import Schedule, Step, make_schedule
 from .rerun import Rerunner
 
-__all__ = ["FEATURES", "ChangedCases", "most_rows", "with_keys_up_to"]
-
 DRAWS = 3
 """Number of other draws of a case, each with its own numbers and derived parameters."""
 _LONGEST = 8192

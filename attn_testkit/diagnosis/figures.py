@@ -10,8 +10,6 @@ from ..checks import Comparison
 from ..results.finding import ErrorMap, KeyMap
 from .attended_keys import AttendedKeys
 
-__all__ = ["error_map", "key_map"]
-
 _MOST_CELLS = 32
 """Most rows, and heads, of a map."""
 _MOST = 1e9

@@ -10,8 +10,6 @@ from ..families.expected import expect
 from ..steps.schedule import Schedule, Step
 from .rerun import Rerunner
 
-__all__ = ["programs_of_nobody"]
-
 _AXES = 3
 _MOST_RUNS = 4
 """Number of experiments with one failure."""

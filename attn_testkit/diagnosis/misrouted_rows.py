@@ -20,8 +20,6 @@ from ..steps.data import StepData, make_layers
 from ..steps.schedule import Schedule, Step
 from .rerun import Rerunner
 
-__all__ = ["MisroutedRow", "find_misrouted"]
-
 _MOST_ROWS = 12
 """Number of wrong rows that are compared."""
 _MOST_QUERIES = 64

@@ -6,8 +6,6 @@ import torch
 
 from ..checks import Comparison
 
-__all__ = ["moved_columns"]
-
 _FEWEST, _MOST = 4, 64
 """Fewest wrong heads of rows that show where each column comes from, and most that are looked at."""
 

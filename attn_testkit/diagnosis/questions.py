@@ -18,8 +18,6 @@ from .misrouted_rows import find_misrouted
 from .moved_columns import moved_columns
 from .rerun import Rerunner
 
-__all__ = ["Asked", "ask"]
-
 
 @dataclass(frozen=True)
 class Asked:

@@ -11,8 +11,6 @@ from ..steps.schedule import Schedule, make_schedule
 from .changed_case import FEATURES
 from .rerun import Rerunner
 
-__all__ = ["explain_raised"]
-
 _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
     (
         lambda case: replace(case, layers=replace(case.layers, first=0)),

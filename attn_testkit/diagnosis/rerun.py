@@ -13,8 +13,6 @@ from ..runner_modes.messages import Rerun, RunRecord
 from ..runner_modes.options import RunOptions
 from ..steps.schedule import Schedule, Step
 
-__all__ = ["CLEAR", "OTHER_FILL", "POISON", "Rerunner"]
-
 POISON, OTHER_FILL, CLEAR = 0xFF, 0xBC, 0x00
 """Bytes of uninitialized memory: NaN; a small number whose bits change when it is rounded to another dtype; zeros."""
 

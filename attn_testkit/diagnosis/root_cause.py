@@ -41,8 +41,6 @@ from .hints import Evidence
 from .questions import Asked, ask
 from .rerun import CLEAR, OTHER_FILL, Rerunner
 
-__all__ = ["explain_numeric", "name_check"]
-
 
 def name_check(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
     """Move a finding to the check that it really fails, without looking for its cause."""

@@ -8,8 +8,6 @@ from ..families.expected import expect
 from ..steps.schedule import Schedule
 from .rerun import Rerunner
 
-__all__ = ["blame_strided_heads"]
-
 
 def blame_strided_heads(rerunner: Rerunner, schedule: Schedule) -> str:
     """Return a hint if the schedule's first step is right with contiguous heads and wrong with strided ones.

@@ -8,8 +8,6 @@ from ..families.expected import expect
 from ..steps.schedule import Schedule
 from .rerun import Rerunner
 
-__all__ = ["WIDTH_OF", "blame_unset_width"]
-
 WIDTH_OF = {
     ForwardMode.TARGET_VERIFY: "num_draft_tokens",
     ForwardMode.DRAFT_EXTEND: "speculative_num_steps + 1",

@@ -8,8 +8,6 @@ import torch
 
 from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, KVLayer, KVPoolSpec, ServerConventions
 
-__all__ = ["BlocksOfVllmBackend"]
-
 
 class BlocksOfVllmBackend(KernelBackend):
     """Block table, sequence lengths, query offsets and slot mapping; K and V of a head share a row. Only chains."""

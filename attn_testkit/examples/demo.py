@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from .graph_faults import BakedMaxLength
 
-__all__ = ["Fixed", "StaleLength"]
-
 
 class StaleLength(BakedMaxLength):
     """Launches for the longest request of the batch, counted on the host. A graph repeats the count of its capture.

@@ -7,8 +7,6 @@ import torch
 
 from ..contract import Capabilities, ForwardMode, Indexer, KernelBackend, KernelPlan, Sparse
 
-__all__ = ["Fixed", "WithoutRelu"]
-
 
 class Fixed(KernelBackend):
     """Decode in plain torch: scores the index keys of a request, selects the best, and attends those."""

@@ -8,8 +8,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Windows
 
-__all__ = ["FlexBackend"]
-
 _BLOCK = 128
 # Modes, buckets and layers that share an instance are more shapes than torch's own 8; vLLM's backend raises it as well.
 torch._dynamo.config.recompile_limit = 64

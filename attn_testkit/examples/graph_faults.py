@@ -12,9 +12,7 @@ import torch
 
 from ..contract import BackendContext, ForwardBatch, KernelPlan
 from .minimal import MinimalBackend
-from .packed_stride import PackedStrideBackend
-
-__all__ = ["GRAPH_FAULTS", "BakedMaxLength", "FreedWorkspace", "HostRead", "PackedStrideBackend", "ReallocatedMetadata"]
+from .packed_stride import PackedStrideBackend as PackedStrideBackend
 
 _DECODE = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph={"decode"}, max_q_rows=1, max_topk=0)
 

@@ -6,8 +6,6 @@ import torch
 
 from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
 
-__all__ = ["MinimalBackend"]
-
 
 class MinimalBackend(KernelBackend):
     """Causal attention over paged keys, in plain torch."""

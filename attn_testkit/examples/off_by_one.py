@@ -12,8 +12,6 @@ import torch
 from ..contract import KernelPlan
 from .minimal import MinimalBackend
 
-__all__ = ["OffByOneBackend"]
-
 
 class OffByOneBackend(MinimalBackend):
     """Keys of a partly filled last page are missing. With 512 gaussian keys a tolerance of 3e-2 hides that."""

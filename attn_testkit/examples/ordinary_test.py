@@ -19,8 +19,6 @@ from cuda_on_cpu import emulated_cuda
 
 from ..contract import AttentionBackend, AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPool
 
-__all__ = ["errors", "main"]
-
 _PAGE, _HEADS, _KV_HEADS, _DIM, _LENS = 16, 4, 2, 64, (5, 40, 17)
 _LIMIT = 0.02
 

@@ -16,8 +16,6 @@ import torch
 from ..contract import ForwardBatch, KernelPlan
 from .minimal import MinimalBackend
 
-__all__ = ["PackedStrideBackend"]
-
 
 class PackedStrideBackend(MinimalBackend):
     """Right in eager, and right in a graph as long as every request accepts all tokens."""

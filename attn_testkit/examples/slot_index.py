@@ -7,8 +7,6 @@ import torch
 from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions, Windows
 from .slot_index_kernel import attend_slots, store_slots
 
-__all__ = ["SlotIndexBackend"]
-
 
 class SlotIndexBackend(KernelBackend):
     """Every mode, only chains; pages of any size, which the kernel does not know."""

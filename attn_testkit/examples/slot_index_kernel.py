@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["attend", "attend_slots", "read_rows", "store_slots"]
-
 
 def store_slots(
     k: torch.Tensor, v: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, loc: torch.Tensor,

@@ -18,8 +18,6 @@ from ..steps.schedule import Schedule, Step
 from .rounding import linear_limit, row_limit
 from .table import family_of
 
-__all__ = ["Expected", "expect", "expect_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Answer:

@@ -18,8 +18,6 @@ from ..steps.data import StepData
 from ..steps.greedy_loop import Vocabulary
 from ..steps.schedule import Schedule, Step
 
-__all__ = ["Answer", "Family", "Memory", "Noted", "Question", "Stored", "Supposition", "Texts", "Watch"]
-
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FLOAT32", "FLUSHED", "SMALLEST", "UNIT_ROUNDOFF", "linear_limit", "rounding", "row_limit"]
-
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4, "tf32": 2.0**-10}
 """tf32 is cut off, not rounded, where nobody asks for more."""
 SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}

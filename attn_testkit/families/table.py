@@ -14,8 +14,6 @@ from .recurrent.family import RECURRENT
 from .softmax.family import SOFTMAX
 from .sparse.family import SPARSE
 
-__all__ = ["FAMILIES", "family_of", "meaningful", "meaningless", "register"]
-
 FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT, HYBRID)}
 """Name -> family."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from ..registry import UsageError
 from ..reports.record import cannot_write
 
-__all__ = ["Database", "Entry"]
-
 FILE = "failures.tsv"
 
 

@@ -16,8 +16,6 @@ from ..contract import Capabilities, Execution, ForwardMode
 from ..results.case_result import BAD, CaseResult, Status, failed_check
 from .strategies import differences, random_cases
 
-__all__ = ["Found", "Search", "TimeUp"]
-
 Pair = tuple[Case, str]
 """A case and its execution."""
 Kind = tuple[str, str]

@@ -17,8 +17,6 @@ from ..catalogue.minimal import drawn_case
 from ..contract import Capabilities, ForwardMode
 from ..families.table import meaningful
 
-__all__ = ["differences", "random_cases"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_across"]
-
 
 def map_across(multiple: int, nbytes: int, below: int) -> torch.Tensor | None:
     """Map [nbytes] uint8 on the current device, of which the first ``below`` bytes lie below a multiple of ``multiple``

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["free_blocks", "give_back_idle_memory"]
-
 _SMALL = 1 << 20
 """Largest request that the caching allocator serves from small segments; larger ones come from large segments."""
 

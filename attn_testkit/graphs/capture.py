@@ -11,8 +11,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-__all__ = ["Captured", "record", "settle", "warm_up"]
-
 T = TypeVar("T")
 
 

@@ -17,19 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "TUNERS",
-    "Compilation",
-    "Tuner",
-    "at_work_in",
-    "compilations",
-    "forget_compiled",
-    "make_room",
-    "recompiling_allowed",
-    "room_left",
-    "while_compilers_work",
-]
-
 
 @dataclass(frozen=True)
 class Compilation:

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["block_of", "tensors_held_by"]
-
 _MAX_DEPTH = 5
 
 

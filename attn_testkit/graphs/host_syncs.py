@@ -10,8 +10,6 @@ import torch
 
 from .compilers import while_compilers_work
 
-__all__ = ["host_syncs_forbidden"]
-
 
 @contextmanager
 def host_syncs_forbidden(forbidden: bool = True, worked: Callable[[str], object] = lambda work: None) -> Iterator[None]:

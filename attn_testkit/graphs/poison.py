@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import free_blocks
 
-__all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison", "fresh_memory", "poisoned"]
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 256 << 20
 """Most bytes to fill: the allocator may hold gigabytes of free blocks from earlier cases."""

@@ -11,8 +11,6 @@ from ..cases.rows import Extend, Verify, room_for
 from ..results.case_result import CaseResult
 from ..steps.schedule import Step, make_schedule
 
-__all__ = ["case_of_step", "failing_step"]
-
 
 def failing_step(case: Case, result: CaseResult) -> Step | None:
     """The first replay that a result names, if it is behind the case's own batch; None for anything else."""

@@ -22,8 +22,6 @@ from ..contract import Capabilities
 from ..results.case_result import BAD, CaseResult, Status, failed_check
 from .failing_step import case_of_step, failing_step
 
-__all__ = ["DIMENSIONS", "Need", "Search", "TimeUp", "changed", "needs", "odd_dimensions"]
-
 DIMENSIONS: Mapping[str, Simpler] = {each.name: each.simpler for each in ALL if isinstance(each.simpler, Simpler)}
 """Dimensions by name, in the order in which they are printed: that of a case id's words."""
 

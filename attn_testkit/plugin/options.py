@@ -15,8 +15,6 @@ from ..running.planning.request import DIAGNOSE, EXECUTIONS, MODES, TIERS, Reque
 
 T = TypeVar("T")
 
-__all__ = ["add", "known_file", "min_cases", "report_file", "request", "selected_by", "shard"]
-
 
 def add(parser: pytest.Parser) -> None:
     """Add one group of prefixed options, and ini values for what is set in CI."""

@@ -15,8 +15,6 @@ from ..reports.record import result_from_plain
 from ..results.case_result import BAD, RAN, CaseResult
 from .own_tests import MARK, OwnTests
 
-__all__ = ["OWN_SESSION", "OwnSession"]
-
 MOST_NAMED = 5
 """Number of tests that a problem names; it counts the rest."""
 

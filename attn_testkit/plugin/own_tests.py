@@ -24,18 +24,6 @@ from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .reporting import OWN_RESULT, CaseFailed
 from .shared_plans import SharedPlans
 
-__all__ = [
-    "MARK",
-    "OWN_TESTS",
-    "CaseRun",
-    "Check",
-    "OwnTests",
-    "cannot_run",
-    "conformance_cases",
-    "parametrize",
-    "uncalled",
-]
-
 MARK = "attn_conformance"
 FIXTURE = "attn_case"
 

@@ -17,8 +17,6 @@ from .session import Session
 if TYPE_CHECKING:
     from ..running.planning.request import Item
 
-__all__ = ["OWN_RESULT", "CaseFailed", "Run", "complete", "text_only"]
-
 RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 OWN_RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 """The result of a test that ``conformance_cases`` decorates: it is in the summary by cause, and not in the verdict."""

@@ -46,8 +46,6 @@ from ..running.planning.request import (
 from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 
-__all__ = ["SESSION", "Session", "pickled_plan"]
-
 
 class _NoJudge:
     """A judge for sessions whose plan exists already; it must not be called."""

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ..running.planning.request import Plan, Request
 
-__all__ = ["SharedPlans"]
-
 
 class SharedPlans:
     """The plans of one session. Without a folder, and where it is not on this machine, every plan is made."""

@@ -19,8 +19,6 @@ from ..running.processes.gpus import GpuSlots, visible_gpus
 from .own_session import OwnSession
 from .session import Session
 
-__all__ = ["XdistHooks"]
-
 
 class XdistHooks:
     """Hooks that exist only where xdist does."""

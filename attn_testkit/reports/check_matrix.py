@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ..results.case_result import RAN, CaseResult, Status, emulated_parts
 
-__all__ = ["CheckCell", "CheckMatrix", "CheckRow", "check_matrices", "reading_order"]
-
 
 @dataclass(frozen=True)
 class CheckCell:

@@ -13,8 +13,6 @@ from .history import Key, key_of
 from .record import Report, plain
 from .verdict import conclude
 
-__all__ = ["Change", "Comparison", "compare_reports", "comparison_text"]
-
 SHRUNK = 1.5
 """Factor by which an error, relative to its limit, must grow to be reported."""
 WORTH_A_LOOK = 0.25

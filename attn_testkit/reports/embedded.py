@@ -17,8 +17,6 @@ from ..results.run_header import RunHeader
 from .page import Card
 from .tally import seconds_of
 
-__all__ = ["embedded_runs"]
-
 _CASE = "{case}"
 
 

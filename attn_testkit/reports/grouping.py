@@ -22,8 +22,6 @@ from ..results.case_result import CaseResult, failed_check
 from ..results.finding import Finding
 from ..results.texts import is_generated
 
-__all__ = ["Causes", "Group", "group_failures", "without_numbers"]
-
 
 @dataclass(frozen=True)
 class Group:

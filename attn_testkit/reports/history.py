@@ -16,8 +16,6 @@ from ..registry import UsageError
 from ..results.case_result import BAD, CaseResult, Status
 from .record import FORMAT, Report, read_report
 
-__all__ = ["Age", "History", "Key", "Night", "age_of", "key_of", "last_night", "night_of", "read_history"]
-
 Key = tuple[str, str, str, str]
 """Backend, mode, execution, and the case without the seed of its run, which changes only data, slots and the last word
 of the id."""

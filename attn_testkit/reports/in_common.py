@@ -13,8 +13,6 @@ from functools import lru_cache
 from ..results.case_result import RAN, CaseResult, Status
 from ..results.names import MODES
 
-__all__ = ["in_common"]
-
 _FEWEST = 2
 """Fewest different failing cases, and passing ones, of which a difference is reported."""
 _MOST = 2

@@ -14,8 +14,6 @@ from ..results.run_header import RunHeader
 from .record import Report, plain
 from .tally import seconds_of
 
-__all__ = ["junit_xml", "properties", "unfinished_xml"]
-
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -12,9 +12,8 @@ from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_d
 from ..results.run_header import RunHeader
 from .grouping import Causes, group_failures
 from .in_common import in_common
-from .verdict import Verdict, conclude, verdict
-
-__all__ = ["FailureTexts", "NotConformant", "Results", "failure_lines", "verdict"]
+from .verdict import Verdict, conclude
+from .verdict import verdict as verdict
 
 
 class FailureTexts:

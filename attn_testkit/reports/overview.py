@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ..results.case_result import BAD, RAN, CaseResult, Status
 from ..results.names import EXECUTIONS, MODES
 
-__all__ = ["Cell", "Overview", "OverviewRow", "is_emulated", "overviews"]
-
 
 @dataclass(frozen=True)
 class Cell:

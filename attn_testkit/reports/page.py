@@ -33,8 +33,6 @@ from .plots import margin_plot, nights_plot
 from .record import Report
 from .tally import rows, seconds_of
 
-__all__ = ["Card", "FailedRun", "age_words", "cards", "page_model", "shares", "verdict_of"]
-
 MOST_CARDS = 150
 """Number of causes that have a card; the others have one line each."""
 MOST_IN_FULL = 200

@@ -10,8 +10,6 @@ from markupsafe import Markup, escape
 
 from ..results.finding import ErrorMap, KeyMap
 
-__all__ = ["LEVELS", "error_plot", "keys_plot", "level_of", "margin_plot", "nights_plot"]
-
 LEVELS = (1.0, 2.0, 10.0, 100.0, 10_000.0)
 """Error / limit up to which a cell has color 0, 1, ...; a larger one has one color more."""
 

@@ -18,20 +18,6 @@ from ..results.finding import ErrorMap, Finding, KeyMap
 from ..results.run_header import RunHeader, Selection
 from .record_check import Digest, contradiction
 
-__all__ = [
-    "FORMAT",
-    "Record",
-    "Report",
-    "cannot_write",
-    "plain",
-    "read_report",
-    "refuse_unwritable",
-    "result_from_plain",
-    "schema",
-    "write_report",
-    "write_text",
-]
-
 FORMAT = "attn-testkit-report/1"
 """The format of a results file; its number grows if a reader of the old form would misread the new one."""
 

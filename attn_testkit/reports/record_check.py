@@ -17,8 +17,6 @@ from ..results.case_result import BAD, RAN, CaseResult, Status
 from ..results.run_header import RunHeader
 from .verdict import conclude
 
-__all__ = ["END", "Digest", "contradiction", "digest_of"]
-
 END = ("counts", "problems", "interrupted", "exit_code", "finished")
 """Fields of a results file that say how the run ended."""
 

@@ -16,8 +16,6 @@ from .page import MOST_LINES, page_model
 from .plots import LEVELS, error_plot, keys_plot
 from .record import Report
 
-__all__ = ["html_page", "markdown_summary"]
-
 MOST_IN_SUMMARY = 10
 """Number of causes that a summary shows with a failure in full."""
 

@@ -13,17 +13,6 @@ from ..results.run_header import RunHeader, Selection
 from .record import Report, read_report
 from .verdict import MUST_AGREE, conclude, refuse_other_code
 
-__all__ = [
-    "Shard",
-    "digest_of",
-    "merge_reports",
-    "parse_shard",
-    "read_merged",
-    "read_runs",
-    "requested_shard",
-    "shard_selection",
-]
-
 INDEX, COUNT = "SHARD_INDEX", "SHARD_COUNT"
 """Environment variables of a CI job that name its shard."""
 MOST_SHARDS = 10_000

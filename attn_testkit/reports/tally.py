@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from ..results.case_result import RAN, CaseResult, Status, emulated_parts
 from ..results.names import MODES
 
-__all__ = ["DIAGNOSIS", "Row", "rows", "seconds_of", "text_table", "where_it_ran"]
-
 DIAGNOSIS = "diagnosis"
 """Name of the phase in ``CaseResult.seconds`` that looks for the cause of a failure."""
 

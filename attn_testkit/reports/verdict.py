@@ -16,17 +16,6 @@ from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
 from ..results.names import EXECUTIONS, FUZZ, MODES
 from ..results.run_header import CUT, RunHeader, Selection, exit_code
 
-__all__ = [
-    "MUST_AGREE",
-    "Verdict",
-    "conclude",
-    "narrowed",
-    "other_code",
-    "refuse_another_run",
-    "refuse_other_code",
-    "verdict",
-]
-
 
 @dataclass(frozen=True)
 class Verdict:

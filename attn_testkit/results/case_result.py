@@ -10,8 +10,6 @@ from .finding import MOST_CHARACTERS, Finding
 from .names import KIT_ERROR, NO_ROOM, NOT_COMPILED, NOT_STARTED
 from .texts import readable
 
-__all__ = ["BAD", "RAN", "CaseResult", "Status", "emulated_parts", "failed_check"]
-
 
 class Status(StrEnum):
     """Ending of one case-run. Each status means something else to the reader, so they are never merged."""

@@ -11,17 +11,6 @@ from .case_result import CaseResult
 from .names import NO_CASE, NOT_COMPILED
 from .run_header import RunHeader
 
-__all__ = [
-    "MOST_PRINTED_LINES",
-    "MOST_UNTESTED",
-    "PYTHON_VARIABLE",
-    "WIDTH",
-    "format_failure",
-    "printed_rows",
-    "program",
-    "repro_command",
-]
-
 WIDTH = 120
 """Columns of a failure's prose."""
 

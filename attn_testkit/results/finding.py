@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .texts import MOST_OTHERS, readable
 
-__all__ = ["MOST_CHARACTERS", "ErrorMap", "Finding", "KeyMap"]
-
 
 @dataclass(frozen=True)
 class ErrorMap:

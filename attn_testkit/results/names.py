@@ -2,66 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CANNOT_IMPORT",
-    "CHECK_IDS",
-    "EXECUTIONS",
-    "FUZZ",
-    "KIT_ERROR",
-    "MODES",
-    "NOT_COMPILED",
-    "NOT_STARTED",
-    "NO_CASE",
-    "NO_ROOM",
-]
-
 # The spellings of contract/modes.py, repeated here because it imports torch, for which reports and --help must not
 # wait. A test compares them.
 MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend", "draft-decode")
 
 EXECUTIONS = ("eager", "graph")
-
-# The ids of checks/ in its reading order, repeated here because it imports torch. A test compares them.
-CHECK_IDS = (
-    "completes",
-    "output-contract",
-    "matches-oracle",
-    "finite",
-    "output-written",
-    "keys-counted-once",
-    "log-sum-exp",
-    "mode-outputs",
-    "reads-own-kv",
-    "writes-own-kv",
-    "inputs-unchanged",
-    "memory-bounded",
-    "reads-own-state",
-    "writes-own-state",
-    "verify-keeps-state",
-    "conv-window-exact",
-    "state-matches-oracle",
-    "state-counts-tokens",
-    "index-stored",
-    "selection-well-formed",
-    "selects-best",
-    "graph-matches-eager",
-    "captures-cleanly",
-    "replay-follows-batch",
-    "addresses-stable",
-    "padding-inert",
-    "padding-finite",
-    "buckets-independent",
-    "steps-independent",
-    "leaves-process-alone",
-    "no-host-lengths",
-    "compiles-once",
-    "capabilities-honest",
-    "refuses-undeclared",
-    "repeatable",
-    "batch-invariant",
-    "mode-invariant",
-    "lossless",
-)
 
 NO_CASE = "(no case)"
 """The case of a row for a declared mode that no case can satisfy, or for a backend that cannot be imported."""

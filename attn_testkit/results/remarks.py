@@ -9,16 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from .case_result import CaseResult, Status
 from .run_header import RunHeader
 
-__all__ = [
-    "launch_lines",
-    "left_lines",
-    "not_covered_lines",
-    "not_declared_lines",
-    "note_lines",
-    "printed_lines",
-    "repeated_lines",
-]
-
 
 def not_covered_lines(not_covered: Mapping[str, Sequence[str]], how: str = "") -> list[str]:
     """Declared values that were not covered, from ``RunHeader.not_covered``: one line per backend that has any.

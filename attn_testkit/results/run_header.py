@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from .case_result import BAD, RAN, CaseResult, Status
 
-__all__ = ["CUT", "RunHeader", "Selection", "exit_code"]
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MOST_OTHERS", "is_generated", "message_of", "readable"]
-
 MOST_OTHERS = 4000
 
 _UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")

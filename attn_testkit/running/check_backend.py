@@ -15,8 +15,6 @@ from .processes.judge_process import judge_for
 if TYPE_CHECKING:
     from ..contract import AttentionBackend
 
-__all__ = ["assert_conformant", "check_backend", "run_request"]
-
 
 def check_backend(
     backend: str | type[AttentionBackend],

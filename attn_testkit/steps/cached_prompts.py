@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["cached_lengths", "continued_length"]
-
 _MOST = 3
 """Most prompts: so many rows of the request table belong to no request of a batch."""
 

@@ -36,27 +36,6 @@ from .query_bias import make_query_bias
 from .query_scales import LARGEST_FP8, held_queries, large_or_small, some_zeros
 from .schedule import Ints, Request, Schedule, Step
 
-__all__ = [
-    "DTYPES",
-    "KEPT_BYTES",
-    "VOCAB",
-    "StepData",
-    "as_stored",
-    "bytes_in",
-    "dequantised",
-    "forget_data",
-    "held_kv",
-    "make_layers",
-    "make_step_data",
-    "nan_of",
-    "new_kv",
-    "numbers_of",
-    "of_fp8_range",
-    "pool_image",
-    "scales_of_layers",
-    "stored_kv",
-]
-
 DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,

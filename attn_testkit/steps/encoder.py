@@ -17,8 +17,6 @@ import torch
 from ..contract import AttentionLayer
 from .schedule import Step
 
-__all__ = ["EncoderKeys", "encoder_keys"]
-
 _Bytes = npt.NDArray[np.uint8]
 A = TypeVar("A", torch.Tensor, _Bytes)
 

@@ -14,8 +14,6 @@ import torch
 
 from .schedule import Request, Step
 
-__all__ = ["PLACES", "marked_slots", "place_pattern", "tail_slots", "values_of_place"]
-
 PLACES: Mapping[str, str] = {
     "tail": "slots behind its last key, in its last page",
     "others": "keys of other requests",

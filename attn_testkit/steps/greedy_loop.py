@@ -22,19 +22,6 @@ from ..contract import ForwardMode
 from .data import DTYPES, HIDDEN, VOCAB, StepData, as_stored, make_layers, of_fp8_range
 from .schedule import Schedule, make_schedule
 
-__all__ = [
-    "Loop",
-    "Vocabulary",
-    "data_of_tokens",
-    "kept_of",
-    "loop_modes",
-    "make_loop",
-    "make_vocabulary",
-    "pages_of",
-    "stage_name",
-    "stored_words",
-]
-
 _EXTENDS = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 

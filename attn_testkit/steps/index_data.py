@@ -19,8 +19,6 @@ from ..contract import INDEX_WIDTH, IndexPool
 from .data import DTYPES, KEPT_BYTES, bytes_in, make_step_data, numbers_of
 from .schedule import Ints, Schedule, Step
 
-__all__ = ["IndexData", "index_layers", "index_memory", "make_index_data", "scale_of"]
-
 _TRIES = 200
 _GAUSS = 3.0
 _VECTORS_OF_TIES = 9

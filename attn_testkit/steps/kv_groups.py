@@ -18,10 +18,6 @@ from ..cases.server_variants import variant_of
 from ..contract import INDEX_WIDTH
 from .schedule import Ints, Schedule, Step
 
-__all__ = [
-    "group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map", "slots_of_schedule", "table_of_group",
-]  # fmt: skip
-
 
 def group_of_place(schedule: Schedule, place: int) -> int:
     """The group of the layer that runs as number ``place``."""

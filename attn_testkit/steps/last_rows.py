@@ -19,8 +19,6 @@ from ..contract import Capabilities, ForwardMode
 from .numerics import numerics_of
 from .schedule import Request, Schedule, Step, make_schedule
 
-__all__ = ["LAST_ROWS", "captured_for_bits", "has_last_rows", "last_rows_of", "replayed_for_bits"]
-
 LAST_ROWS = "last rows"
 """Name of their step, and the first words of the names of others that only graphs have."""
 _MOST = 4

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ..cases.case import Case
 from ..contract import Capabilities, ForwardMode
 
-__all__ = ["MODEL", "Numerics", "numerics_of"]
-
 
 @dataclass(frozen=True)
 class Numerics:

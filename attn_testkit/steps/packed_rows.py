@@ -7,8 +7,6 @@ import torch
 
 from ..contract.row_format import LARGEST, PackedRows, Plane, codes_of, in_tiles, next_power_of_two
 
-__all__ = ["accepted", "holds_zeros", "with_one_packing", "zero_tiles"]
-
 _NEAR_TIE = 2.0**-14
 _ULPS = 4
 """Units in the last place that a scale may be off: division on a GPU may be off by two."""

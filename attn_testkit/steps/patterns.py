@@ -47,18 +47,6 @@ import torch
 from ..cases.normals import normals
 from .query_scales import LARGEST_FP8
 
-__all__ = [
-    "ALIKE",
-    "CODE_BOUND",
-    "FAINT_RUN",
-    "LARGE_AND_SMALL",
-    "balanced_codes",
-    "draw",
-    "mark_keys",
-    "marked_keys",
-    "probe_values",
-]
-
 CODE_BOUND = 8
 """Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
 LARGE_AND_SMALL = "large_and_small_queries"

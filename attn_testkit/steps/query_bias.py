@@ -9,8 +9,6 @@ from ..cases.fields import Fields
 from ..contract import ForwardMode
 from .schedule import Step
 
-__all__ = ["BEHIND_ROWS", "COLUMNS_BETWEEN", "bias_width", "make_query_bias"]
-
 BEHIND_ROWS = 24.0
 """Number in columns behind the rows of a request: a logit with it takes all weight."""
 COLUMNS_BETWEEN = 3

@@ -11,8 +11,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["E4M3", "LARGEST_FP8", "group_largest", "held_queries", "large_or_small", "some_zeros"]
-
 E4M3 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 """Largest number of e4m3fn."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from ..cases.case import Case
 
-__all__ = ["accepted_before", "accepted_nodes", "rounds_before"]
-
 _MOST = 3
 
 

@@ -35,8 +35,6 @@ from .numerics import MODEL, Numerics
 from .rounds import accepted_before, accepted_nodes, rounds_before
 from .variety import data_at, layout_at, padding_at
 
-__all__ = ["PADDED_TOKENS", "Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
-
 Ints = npt.NDArray[np.int64]
 _SECOND = next(parameter for parameter in DERIVED_PARAMETERS if parameter.name == "second-step")
 _SAME_LENGTHS = "same lengths, other requests"

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ..cases.case import Case
 from .schedule import make_schedule
 
-__all__ = ["Met", "met_by"]
-
 
 @dataclass(frozen=True)
 class Met:

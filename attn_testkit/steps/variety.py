@@ -12,8 +12,6 @@ from ..cases.dimensions.padding import PADDINGS
 from ..cases.dimensions.slot_order import LAYOUTS
 from ..cases.fields import Fields
 
-__all__ = ["data_at", "layout_at", "padding_at"]
-
 _AS_NAMED = 2
 """Steps that are as the id says."""
 # Shared pages and rows that are filled up with live requests are decisions about whole steps.

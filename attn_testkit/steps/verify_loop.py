@@ -22,8 +22,6 @@ from .data import VOCAB
 from .greedy_loop import Loop, kept_of, pages_of, stage_name
 from .schedule import Schedule, make_schedule
 
-__all__ = ["PROMPTS", "VerifyLoop", "make_verify_loop", "verify_loop_runs"]
-
 PROMPTS = f"prompts, {ForwardMode.EXTEND}"
 """Stage in which the prompts are computed, but for their last token."""
 

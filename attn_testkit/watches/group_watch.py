@@ -17,8 +17,6 @@ from .packing import Bytes
 from .pool_watch import PoolWatch
 from .uploads import upload
 
-__all__ = ["GroupWatch"]
-
 _Ints = npt.NDArray[np.int64]
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Launches", "has_kernels"]
-
 _OF_TORCH = frozenset({"aten", "prim", "prims", "inductor", "higher_order", "profiler", "triton_kernels", "flex_lib"})
 """Namespaces of torch's operators, some of which it registers when they are first used."""
 _KERNELS = ("JITFunction", "GluonJITFunction", "InterpretedFunction", "Autotuner", "Heuristics")

@@ -20,8 +20,6 @@ import torch
 from .past_modes import past_modes
 from .uploads import upload
 
-__all__ = ["Bytes", "Packing", "Place", "Sent", "bytes_of", "pack_places", "send", "sent_alone"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 512

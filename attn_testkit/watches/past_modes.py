@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = ["past_modes"]
-
 
 def past_modes() -> AbstractContextManager[object]:
     """Bypass function modes of torch inside the block, which halves the time of small operations.

@@ -16,8 +16,6 @@ from ..contract import KVPool
 from ..contract.kv_layouts import between, place_of, slot_dims
 from ..contract.row_format import ALL_NAN
 
-__all__ = ["BITS", "PoolRows"]
-
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Size of an element -> integer dtype."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -16,8 +16,6 @@ from .past_modes import past_modes
 from .pool_rows import BITS, Between, PoolRows
 from .uploads import upload
 
-__all__ = ["PoolWatch"]
-
 
 class PoolWatch:
     """A watch that fills the pool of one instance before a step, and reports afterwards which slots changed."""

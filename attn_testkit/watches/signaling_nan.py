@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["fill_with_signaling_nan"]
-
 _BITS = {
     torch.float32: (torch.int32, 0xFFBFFFFF - (1 << 32)),
     torch.bfloat16: (torch.int16, 0xFFBF - (1 << 16)),

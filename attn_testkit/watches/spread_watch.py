@@ -21,8 +21,6 @@ from .past_modes import past_modes
 from .pool_rows import BITS, PoolRows
 from .uploads import upload
 
-__all__ = ["SpreadWatch", "slots_around"]
-
 _Ints = npt.NDArray[np.int64]
 
 

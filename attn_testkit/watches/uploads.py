@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["upload", "upload_into"]
-
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to the device."""

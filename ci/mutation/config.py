@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Config", "ConfigError", "Stage", "load_config"]
-
 
 class ConfigError(Exception):
     """Wrong usage, in one line."""

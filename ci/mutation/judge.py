@@ -23,8 +23,6 @@ from .bootstrap import mutant_hook
 from .config import Config, ConfigError, Stage
 from .operators import Mutant
 
-__all__ = ["Judge", "Trial", "Verdict"]
-
 _exit = os._exit
 """As it was: a run in its own process replaces it, so that no backend ends one with 0."""
 

@@ -24,5 +24,3 @@ _operators = _load("operators")
 Mutant, mutants_of, read_mutants = _operators.Mutant, _operators.mutants_of, _operators.read_mutants
 OPERATORS = _operators.OPERATORS
 read_equivalents = _load("equivalents").read_equivalents
-
-__all__ = ["OPERATORS", "Mutant", "mutants_of", "read_equivalents", "read_mutants"]

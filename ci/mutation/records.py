@@ -9,8 +9,6 @@ from pathlib import Path
 from .judge import Verdict
 from .operators import Mutant
 
-__all__ = ["Journal"]
-
 
 class Journal:
     """Verdicts, one a line, written as they come. Those of another state of the tree stay in the file and are not read.

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["BUGS", "SHIPPED", "Bug", "Comparison", "Count", "Rate", "as_json", "as_text"]
-
 
 @dataclass(frozen=True)
 class Bug:

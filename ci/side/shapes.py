@@ -10,8 +10,6 @@ from attn_testkit.cases.rows import Accepted, Decode, Extend, Rows, Verify
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.contract import ForwardMode
 
-__all__ = ["CHECKED", "HEAD_DIM", "OWN_LISTS", "Shape", "case_runs", "shapes_of"]
-
 HEAD_DIM = 16
 """Of every dense case of SGLang's kit that its tests of Triton and torch_native run, in fp16."""
 

@@ -6,7 +6,16 @@ import pytest
 from by_hand import CAPABILITIES
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.checks import CHECKS, NUMERIC, REPORTED_INSTEAD, Stage, evaluated
+from attn_testkit.checks import (
+    CHECKS,
+    NUMERIC,
+    REPORTED_INSTEAD,
+    Evaluation,
+    Stage,
+    _joined,
+    evaluated,
+    evaluations,
+)
 from attn_testkit.contract import Execution, Indexer, LogSumExp, Sparse
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
@@ -34,47 +43,19 @@ def test_every_check_says_all_that_is_asked_of_it() -> None:
     assert set(NUMERIC) | set(REPORTED_INSTEAD) <= CHECKS.keys()
 
 
-def test_ids_are_those_that_records_and_known_failures_name() -> None:
-    assert list(CHECKS) == [
-        "completes",
-        "output-contract",
-        "matches-oracle",
-        "finite",
-        "output-written",
-        "keys-counted-once",
-        "log-sum-exp",
-        "mode-outputs",
-        "reads-own-kv",
-        "writes-own-kv",
-        "inputs-unchanged",
-        "memory-bounded",
-        "reads-own-state",
-        "writes-own-state",
-        "verify-keeps-state",
-        "conv-window-exact",
-        "state-matches-oracle",
-        "state-counts-tokens",
-        "index-stored",
-        "selection-well-formed",
-        "selects-best",
-        "graph-matches-eager",
-        "captures-cleanly",
-        "replay-follows-batch",
-        "addresses-stable",
-        "padding-inert",
-        "padding-finite",
-        "buckets-independent",
-        "steps-independent",
-        "leaves-process-alone",
-        "no-host-lengths",
-        "compiles-once",
-        "capabilities-honest",
-        "refuses-undeclared",
-        "repeatable",
-        "batch-invariant",
-        "mode-invariant",
-        "lossless",
-    ]
+def test_an_evaluation_joins_the_check_of_its_id_and_each_check_of_a_step_has_one() -> None:
+    joined = evaluations()
+    assert list(joined) == list(CHECKS)
+    found = [each for each in joined.values() if each.run]
+    assert _joined(found) == {id_: each if each.run else Evaluation(id_) for id_, each in joined.items()}
+    with pytest.raises(ValueError, match="'of-nobody', which results"):
+        _joined([*found, Evaluation("of-nobody")])
+    with pytest.raises(ValueError, match=f"two evaluations of '{found[0].check}'"):
+        _joined([*found, found[0]])
+    with pytest.raises(ValueError, match=f"{found[-1].check} has a place in the evaluation of a step"):
+        _joined(found[:-1])
+    with pytest.raises(ValueError, match="completes has no place in the evaluation of a step"):
+        _joined([*found, Evaluation("completes", run=found[0].run)])
 
 
 def test_a_case_run_that_came_to_its_end_has_evaluated_all_that_applies() -> None:
@@ -105,7 +86,9 @@ GRAPH_ALONE = {
 def test_a_check_applies_eagerly_or_in_graphs_or_in_both() -> None:
     def not_applied(execution: Execution) -> set[str]:
         return {
-            id_ for id_, check in CHECKS.items() if not any(check.applies(each, execution) for each in (EXACT, SELECTS))
+            id_
+            for id_, how in evaluations().items()
+            if not any(how.applies(each, execution) for each in (EXACT, SELECTS))
         }
 
     assert not_applied(GRAPH) == EAGER_ALONE
@@ -114,8 +97,8 @@ def test_a_check_applies_eagerly_or_in_graphs_or_in_both() -> None:
 
 def test_checks_of_an_indexer_apply_where_one_is_declared_and_the_case_has_it() -> None:
     indexer = {"index-stored", "selection-well-formed", "selects-best"}
-    assert {id_ for id_ in indexer if CHECKS[id_].applies(SELECTS, EAGER)} == indexer
-    assert not any(CHECKS[id_].applies(EXACT, EAGER) for id_ in indexer)
+    assert {id_ for id_ in indexer if evaluations()[id_].applies(SELECTS, EAGER)} == indexer
+    assert not any(evaluations()[id_].applies(EXACT, EAGER) for id_ in indexer)
     assert indexer <= set(evaluated(SELECTS, EAGER, Stage.COMPLETED, (), SELECTING)[0])
     assert not indexer & set(evaluated(SELECTS, EAGER, Stage.COMPLETED, (), ALONE)[0])
     fused = parse_case(SELECTING.id.replace("idx4", "idx4fused"))

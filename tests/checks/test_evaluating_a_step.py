@@ -9,10 +9,11 @@ import torch
 from by_hand import CAPABILITIES, DECODE, LIMIT, expected_zeros, observation, right_outputs, schedule_of, zeros_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_testkit.checks import BEFORE_OUTPUTS, CHECKS, NUMERIC, Comparison
+from attn_testkit.checks import BEFORE_OUTPUTS, NUMERIC, Comparison
 from attn_testkit.checks.observation import Outputs, copies_of
-from attn_testkit.checks.step import _ORDER, evaluate_step
+from attn_testkit.checks.step import evaluate_step
 from attn_testkit.contract import Capabilities
+from attn_testkit.results.checks import IN_A_STEP
 
 SCHEDULE = schedule_of(DECODE)
 
@@ -101,18 +102,17 @@ def test_every_finding_names_its_step() -> None:
     # Cases with parts, codes, states and indexers have tests of their own: test_log_sum_exp.py, test_key_counts.py,
     # test_states_by_hand.py; padded rows have one in test_memory_limits.py.
     elsewhere = {"log-sum-exp", "keys-counted-once", "padding-finite", *BEFORE_OUTPUTS} | OF_STATES
-    assert {finding.check for finding in found} == set(_ORDER) - elsewhere, "each is asked for once at least"
+    assert {finding.check for finding in found} == {check.id for check in IN_A_STEP} - elsewhere, (
+        "each is asked for once at least"
+    )
     assert {finding.step for finding in found} == {"a step"}
 
 
 def test_every_check_that_judges_a_step_is_run_and_the_first_finding_is_the_cause() -> None:
-    assert set(_ORDER) == {check.id for check in CHECKS.values() if check.run}
-    assert len(_ORDER) == len(set(_ORDER))
-    assert _ORDER[:3] == ("writes-own-state", "verify-keeps-state", "state-counts-tokens"), "the same"
-    assert _ORDER[3] == "writes-own-kv", "wrong writes make wrong numbers"
-    assert _ORDER[4:7] == BEFORE_OUTPUTS, "a wrong index key makes a wrong selection, and that wrong numbers"
-    assert _ORDER[7] == "log-sum-exp", "a wrong one makes a wrong merge"
-    assert _ORDER[8:12] == NUMERIC
+    order = [check.id for check in IN_A_STEP]
+    causes = ["writes-own-state", "writes-own-kv", *BEFORE_OUTPUTS, "log-sum-exp", *NUMERIC, "graph-matches-eager"]
+    assert sorted(causes, key=order.index) == causes
+    assert BEFORE_OUTPUTS == ("index-stored", "selection-well-formed", "selects-best")
 
 
 class Operations(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch
 from miscounted import Run, evaluated, started, step_of, with_kv_splits, wrong_out
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.checks import CHECKS, Comparison
+from attn_testkit.checks import CHECKS, Comparison, evaluations
 from attn_testkit.checks.counted_once import counted_once, miscounts_text
 from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys, key_ratio
 from attn_testkit.checks.miscounts import find_miscounts
@@ -207,10 +207,10 @@ def test_other_data_have_no_counts() -> None:
 
 
 def test_it_is_shown_by_cases_of_codes_alone_and_evaluated_behind_the_oracle() -> None:
-    check = CHECKS["keys-counted-once"]
-    assert check.shown_by(parse_case(BF16))
-    assert not check.shown_by(parse_case(BF16.replace("plus_minus_one", "mean")))
-    assert check.behind_outputs
-    assert check.run is not None
+    how = evaluations()["keys-counted-once"]
+    assert how.shown_by(parse_case(BF16))
+    assert not how.shown_by(parse_case(BF16.replace("plus_minus_one", "mean")))
+    assert CHECKS["keys-counted-once"].behind_outputs
+    assert how.run is not None
     comparison = evaluated(BF16, [Run(0, 1, 1, 1)])
-    assert len(check.run(comparison, comparison.observed.schedule, Capabilities(eager={"decode"}, graph=()))) == 1
+    assert len(how.run(comparison, comparison.observed.schedule, Capabilities(eager={"decode"}, graph=()))) == 1

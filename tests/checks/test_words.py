@@ -21,7 +21,7 @@ from by_hand import (
 )
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.checks import CHECKS, Stage, evaluated
+from attn_testkit.checks import CHECKS, Stage, evaluated, evaluations
 from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
 from attn_testkit.checks.memory import writes_own_kv
 from attn_testkit.checks.misplaced import _group_alone, _neighbours, _scaled, _some_heads
@@ -170,7 +170,7 @@ GRAPH, EAGER = Execution.GRAPH, Execution.EAGER
 
 def test_a_check_was_evaluated_from_its_stage_on_and_is_listed_as_not_evaluated_before() -> None:
     for execution in (EAGER, GRAPH):
-        applies = [check.id for check in CHECKS.values() if check.applies(CAPABILITIES, execution)]
+        applies = [id_ for id_, how in evaluations().items() if how.applies(CAPABILITIES, execution)]
         for stage in Stage:
             done, left = evaluated(CAPABILITIES, execution, stage, [])
             assert sorted((*done, *left), key=list(CHECKS).index) == applies
@@ -182,9 +182,9 @@ def test_a_check_was_evaluated_from_its_stage_on_and_is_listed_as_not_evaluated_
 def test_with_wrong_outputs_what_lies_behind_them_was_not_evaluated(failed: str) -> None:
     done, left = evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, [failed])
     assert failed in done
-    assert set(left) == {c.id for c in CHECKS.values() if c.behind_outputs and c.applies(CAPABILITIES, GRAPH)} - {
-        failed
-    }
+    assert set(left) == {
+        c.id for c in CHECKS.values() if c.behind_outputs and evaluations()[c.id].applies(CAPABILITIES, GRAPH)
+    } - {failed}
     assert evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, ["writes-own-kv"])[1] == ()
 
 

@@ -126,8 +126,10 @@ def test_code_and_names_are_not_read(check: ModuleType) -> None:
 
 
 def test_the_pattern_of_a_hint_is_not_a_text(check: ModuleType) -> None:
-    assert not found(check, "a.py", 'fault(slug="a", hint="only here|in graphs alone")\n')
-    assert found(check, "a.py", 'fault(slug="a", modelled="in graphs alone")\n')
+    assert not found(check, "a.py", 'fault("a", "finite", "only here|in graphs alone")\n')
+    assert not found(check, "a.py", 'fault("a", "finite", hint="only here|in graphs alone")\n')
+    assert found(check, "a.py", 'fault("a", "finite", modelled="in graphs alone")\n')
+    assert found(check, "a.py", 'told("a", "finite", "in graphs alone")\n')
 
 
 def test_a_count_that_rises_or_falls_differs_from_the_table(check: ModuleType) -> None:

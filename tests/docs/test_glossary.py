@@ -19,9 +19,10 @@ from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.reports import verdict
 from attn_testkit.reports.tally import text_table
 from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.checks import CHECKS
 from attn_testkit.results.failure_text import format_failure
 from attn_testkit.results.finding import Finding
-from attn_testkit.results.names import CHECK_IDS, EXECUTIONS, MODES
+from attn_testkit.results.names import EXECUTIONS, MODES
 from attn_testkit.running.planning.request import TIERS
 
 BANNED = re.compile(
@@ -154,7 +155,7 @@ def test_every_entry_names_a_page_and_none_takes_the_name_of_another_check() -> 
     for entry in all_entries():
         assert DOCS / entry.page in all_pages(), entry.word
         assert ENTRIES[entry.word] is entry, f"{entry.word} has two entries"
-    shadowed = {word for entry in all_entries() for word in (entry.word, *entry.also)} & set(CHECK_IDS)
+    shadowed = {word for entry in all_entries() for word in (entry.word, *entry.also)} & set(CHECKS)
     # `explain` prints both of it.
     assert shadowed == {"log-sum-exp"}
 

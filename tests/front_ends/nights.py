@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from attn_testkit.reports.record import Report
 from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.checks import CHECKS
 from attn_testkit.results.finding import ErrorMap, Finding, KeyMap
-from attn_testkit.results.names import CHECK_IDS
 from attn_testkit.results.run_header import RunHeader, exit_code
 
 MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
 BACKENDS = ("torch_native", "triton", "flashinfer", "my_company.serving.attention:PagedBackend")
 EXPLAINED = {
     check: {"text": f"What {check} asks of `forward`.", "cause": "This.", "source": "#1", "how_to_read": "So."}
-    for check in CHECK_IDS
+    for check in CHECKS
 }
 
 

@@ -453,13 +453,6 @@ def test_every_verb_has_one_screen_of_help_with_examples(call, verb):
     assert f"attn-testkit {verb}" in out.partition("Examples:")[2]
 
 
-def test_checks_are_spelled_as_they_are_defined_and_in_their_order():
-    from attn_testkit.checks import CHECKS
-    from attn_testkit.results.names import CHECK_IDS
-
-    assert tuple(CHECKS) == CHECK_IDS
-
-
 def test_the_modes_are_spelled_as_the_contract_spells_them():
     from attn_testkit.catalogue.tiers import TIERS as catalogue_tiers
     from attn_testkit.contract import Execution, ForwardMode

@@ -213,8 +213,14 @@ def test_the_hook_before_a_capture_comes_behind_its_warm_ups_and_never_before_a_
     assert {name for name, _ in backend.calls[10:]} == {"replay"}
 
 
-def test_a_backend_knows_which_sizes_are_captured() -> None:
-    assert graph(parse_case(DECODE), Spy).context.capture_sizes == (2, 4)
+EXTEND = "extend-gqa2x2-d64-bf16-p16-k25.51-n4a4x2-shuffled-gauss-b2prod"
+
+
+@pytest.mark.parametrize(("case", "rows"), [(DECODE, 1), (VERIFY, 3), (EXTEND, 4)])
+def test_a_backend_knows_the_captured_sizes_in_requests_and_in_tokens(case: str, rows: int) -> None:
+    context = graph(parse_case(case), Spy).context
+    assert len(context.capture_sizes) == 2
+    assert context.capture_tokens == tuple(size * rows for size in context.capture_sizes)
 
 
 class PaddingSlots(Spy):

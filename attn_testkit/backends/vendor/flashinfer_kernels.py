@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .provider import EntryPoint
 
-__all__ = ["BATCH_DECODE", "BATCH_MLA_FA2", "BATCH_MLA_FA3", "BATCH_PREFILL", "BATCH_RAGGED", "MERGE_STATE"]
-
 _FAKES = "flashinfer_fake"
 _SM80_AND_UP = ((80, 129),)
 BATCH_DECODE = EntryPoint(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from .provider import EntryPoint
 
-__all__ = ["DECODE", "PREFILL", "VERIFY"]
-
 _SM = ((90, 90), (100, 103), (120, 121))
 _FAKES = "gdn_fake"
 DECODE = EntryPoint("flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose", _SM, f"{_FAKES}:decode", "flashinfer")

@@ -26,23 +26,6 @@ import torch
 
 from .source_signature import stub_of
 
-__all__ = [
-    "FAKES",
-    "EntryPoint",
-    "Provided",
-    "VendorMismatch",
-    "VendorMissing",
-    "device_is_real",
-    "fake_of",
-    "forced",
-    "provide",
-    "real",
-    "sm_of",
-    "swapped",
-    "why_not_here",
-]
-
-
 FAKES = "attn_testkit.fakes"
 """Entry-point group in which a distribution registers modules of fakes: ``trtllm_fake = "pkg.module"``."""
 

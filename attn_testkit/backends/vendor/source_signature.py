@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["stub_of"]
-
 
 def stub_of(path: str) -> Callable[..., Any]:
     """A function with the name and the signature of ``module:function``, which raises if it is called.

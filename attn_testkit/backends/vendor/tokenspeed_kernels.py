@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .provider import EntryPoint
 
-__all__ = ["DECODE", "MULTIPROCESSORS"]
-
 DECODE = EntryPoint(
     # Not the package's own name for it: that one hides a failed import until the call.
     "tokenspeed_mla.mla_decode:tokenspeed_mla_decode",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .provider import EntryPoint
 
-__all__ = ["CONTEXT", "DECODE_GEN", "DECODE_MLA", "DECODE_XQA", "SEMAPHORE_BYTES"]
-
 _FAKES = "trtllm_fake"
 _DECODE = "flashinfer.decode:trtllm_batch_decode_with_kv_cache"
 _GEN_SM = ((100, 107),)

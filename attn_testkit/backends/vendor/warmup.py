@@ -24,8 +24,6 @@ import torch
 
 from attn_testkit.contract import Capabilities
 
-__all__ = ["FAMILIES", "Family", "compile_all", "families_of", "main"]
-
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 

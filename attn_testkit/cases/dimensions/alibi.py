@@ -11,8 +11,6 @@ from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from .dimension import Asked, Dimension, OnLayers, Without, flag_word, of_flag, option
 
-__all__ = ["ALIBI"]
-
 _RANKS = 2
 """Ranks of the test model: this one has the last heads, so no slope follows from a head's number on the rank."""
 

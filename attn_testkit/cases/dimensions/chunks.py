@@ -6,8 +6,6 @@ from ...contract import ForwardMode
 from ..rows import Extend, changed_rows
 from .dimension import Bound, Columns, Combined, Dimension, Without, Word, no_capability, of_rows_part
 
-__all__ = ["CHUNKS"]
-
 CHUNKS = Dimension(
     name="chunks",
     fields=Without("`rows` of an extend has it."),

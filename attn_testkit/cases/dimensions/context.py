@@ -6,8 +6,6 @@ from ...contract import Capabilities
 from ..fields import Fields
 from .dimension import Asked, Covered, Dimension, Without
 
-__all__ = ["CONTEXT"]
-
 _REGIONS = 6
 """Pages that a draft may take behind its prefix."""
 

@@ -14,8 +14,6 @@ from ..plan import Plan
 from .dimension import Asked, Bound, Dimension, OnLayers, OnSteps, Without, Word, of_number, option
 from .outside import with_layers
 
-__all__ = ["CROSS_ATTENTION"]
-
 
 def _slots(case: Fields) -> str:
     return "own_group" if case.layers.groups else "first"

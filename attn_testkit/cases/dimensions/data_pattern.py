@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..state import STATE_DATA
 from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
 
-__all__ = ["CODES", "DATA", "DATA_PATTERN", "EQUAL_LOGITS", "EXTREME_DATA", "REVEALING"]
-
 DATA = ("gauss", "shifted", "peaked", "negative", "mean", "one_hot", "rising_logits")
 """Patterns of any case."""
 EXTREME_DATA = (

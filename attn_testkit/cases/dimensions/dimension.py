@@ -16,10 +16,6 @@ from ..fields import DEFAULTS, Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
 
-__all__ = ["Asked", "Bound", "Columns", "Combined", "Covered", "Dimension", "Draws", "Kept", "OnLayers", "OnSteps",
-           "Outside", "Row", "Simpler", "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability",
-           "nothing_simpler", "of_fields", "of_flag", "of_number", "of_rows_part", "option", "seldom"]  # fmt: skip
-
 Value = int | str | tuple[str, str]
 """A value that a backend declares, as the count of what is covered names it."""
 Size = tuple[float, ...]

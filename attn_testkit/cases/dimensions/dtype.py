@@ -10,8 +10,6 @@ from ...contract import DTYPES, BackendContext, Capabilities
 from .dimension import Asked, Columns, Dimension, Kept, Without, listed_word, of_fields
 from .outside import pool_like
 
-__all__ = ["DTYPE"]
-
 _TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 

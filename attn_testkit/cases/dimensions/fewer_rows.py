@@ -11,8 +11,6 @@ from ..rows import Accepted, Decode, Drafted, Extend, Rows, Verify, room_for
 from ..trees import Tree, chain
 from .numbers import nearer_numbers
 
-__all__ = ["fewer_rows"]
-
 
 def fewer_rows(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     """Yield the rows to try in turn, the most valuable first."""

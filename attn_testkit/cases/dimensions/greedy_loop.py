@@ -8,9 +8,6 @@ from ..rows import changed_rows
 from .dimension import Asked, Bound, Dimension, Without, Word, of_rows_part
 from .numbers import nearer_numbers
 
-__all__ = ["GREEDY_LOOP"]
-
-
 _EXTENDS = {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
 
 

@@ -16,8 +16,6 @@ from .heads import of_mla, of_others
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like, with_layers
 
-__all__ = ["HEAD_DIM"]
-
 _WIDEST, _WIDEST_OF_OTHERS = 512, 256
 """Wider rows than the second are those of MLA."""
 _APART = {"nhd", OWN}

@@ -12,9 +12,6 @@ from ..head_layouts import as_many, declared_layouts, latent, latent_heads, plai
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 
-__all__ = ["HEADS", "MOST_USUAL_RATIO", "fewest_latent_heads", "of_mla", "of_others", "other_heads",
-           "smallest_heads_first", "typical_heads"]  # fmt: skip
-
 MOST_USUAL_RATIO = 8
 """Query heads a KV head that a covering array goes up to."""
 _MOST_HEADS = 64

@@ -27,8 +27,6 @@ from .dimension import (
 from .outside import with_layers
 from .selection import SELECTION
 
-__all__ = ["INDEXER"]
-
 _FEW_HEADS = 8
 """Cases have few index heads if that is declared: they cost as much as heads of attention."""
 

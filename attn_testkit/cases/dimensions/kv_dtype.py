@@ -12,8 +12,6 @@ from ..layers import SETTINGS
 from ..server_variants.unused_scales import UNUSED_SCALES
 from .dimension import Asked, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 
-__all__ = ["KV_DTYPE"]
-
 
 def _layers(case: Fields) -> Sequence[Changes]:
     own = SETTINGS[: case.layers.count]

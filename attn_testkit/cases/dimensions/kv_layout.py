@@ -12,8 +12,6 @@ from .dimension import Asked, Covered, Dimension, Kept, Without, Word, of_fields
 from .outside import pool_like
 from .rows import keys_of
 
-__all__ = ["KV_LAYOUT", "usual_layout"]
-
 
 def usual_layout(declared: Capabilities) -> str:
     """The layout of all cases but those of ``catalogue/pool_layouts.py``: the first that is declared."""

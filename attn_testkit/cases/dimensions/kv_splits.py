@@ -10,8 +10,6 @@ from ..fields import Changes, Fields
 from .dimension import Asked, Bound, Combined, Covered, Dimension, Draws, Size, Without, Word, of_fields, seldom
 from .numbers import nearer_numbers
 
-__all__ = ["KV_SPLITS", "splits_of"]
-
 _MERGED = "merged by the backend"
 _MOST_RANKS = 5
 _COMBINED = {

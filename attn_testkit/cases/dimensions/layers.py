@@ -33,8 +33,6 @@ from .outside import pool_like
 from .sinks import sinking
 from .window import windows_of
 
-__all__ = ["LAYERS", "fields_with_shapes"]
-
 _MOST_FIRST = 6
 """Id of the first layer of a random case."""
 

@@ -9,8 +9,6 @@ from ..fields import Changes, Fields
 from .dimension import Bound, Columns, Combined, Dimension, Row, Simpler, Without, Word, no_capability
 from .numbers import MOST_REQUESTS, listed, nearer_numbers, numbers_word, read_numbers
 
-__all__ = ["KEYS", "PATTERNS"]
-
 _MOST_REQUESTS = 5
 _MOST_PREFIX = 400
 """Tokens of a random case; catalogues try the long ones, and there a case is to be quick."""

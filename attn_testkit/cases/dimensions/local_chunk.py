@@ -12,8 +12,6 @@ from .outside import with_layers
 from .rows import keys_of
 from .window import branches
 
-__all__ = ["LOCAL_CHUNK"]
-
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
     fits = case.local_chunk % case.page_size == 0 and not branches(case.tree)

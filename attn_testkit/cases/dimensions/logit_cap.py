@@ -10,8 +10,6 @@ from ..layers import CAPPED, PERIOD, varies
 from .dimension import Asked, Bound, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 
-__all__ = ["LOGIT_CAP", "capped"]
-
 _CAPS = (0.0, 1.5)
 """None, and one of the size of the logits that the data give."""
 

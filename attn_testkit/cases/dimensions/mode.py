@@ -7,8 +7,6 @@ from dataclasses import replace
 from ...contract import BackendContext, Capabilities, ForwardMode
 from .dimension import Asked, Dimension, Without
 
-__all__ = ["MODE"]
-
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     missing = frozenset(ForwardMode) - declared.eager - declared.graph

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ...contract import Capabilities, ForwardMode
 from .dimension import Asked, Dimension, Without, flag_word, of_flag
 
-__all__ = ["MULTI_MODE"]
-
 
 def _by_slots_only(declared: Capabilities) -> bool:
     """True if drafts need a slot for each node, the number of which only a case of target-verify says."""

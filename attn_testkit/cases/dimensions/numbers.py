@@ -8,17 +8,6 @@ from itertools import groupby
 from ...contract import Capabilities
 from ..fields import Changes, Fields
 
-__all__ = [
-    "MOST_REQUESTS",
-    "listed",
-    "nearer_numbers",
-    "nearest",
-    "numbers_word",
-    "read_numbers",
-    "smaller_declared",
-    "some_of",
-]
-
 MOST_REQUESTS = 1 << 17
 """Requests of a batch in a case id; the largest case of a catalogue has 1,009."""
 _FEW = 8

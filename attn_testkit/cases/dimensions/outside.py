@@ -10,8 +10,6 @@ import torch
 
 from ...contract import AttentionLayer, BackendContext, KVPool
 
-__all__ = ["first_undeclared", "pool_like", "with_layers"]
-
 
 def first_undeclared(candidates: tuple[int, ...], declared: Set[int]) -> int | None:
     """The first number that is not declared; None: all are."""

@@ -7,8 +7,6 @@ from .dimension import Bound, Columns, Combined, Dimension, Simpler, Without, Wo
 from .numbers import MOST_REQUESTS, nearer_numbers
 from .padding import PADDINGS
 
-__all__ = ["PADDED_REQUESTS"]
-
 _SLACK = (0, 1, 3)
 _MOST_SLACK = 4
 """Most padded requests of a random case."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .dimension import Columns, Combined, Dimension, Without, no_capability, of_fields
 
-__all__ = ["PADDING", "PADDINGS"]
-
 PADDINGS = ("prod", "nan", "stale", "small")
 """``prod``: what servers fill in. ``small``: small live requests. ``stale``: what was there before."""
 

@@ -11,8 +11,6 @@ from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like
 from .rows import keys_of
 
-__all__ = ["PAGE_SIZE", "lens_beyond_a_page"]
-
 
 def lens_beyond_a_page(page: int) -> tuple[int, ...]:
     """Prefixes of two requests: more than a page and than a tile of 16 keys, and a few."""

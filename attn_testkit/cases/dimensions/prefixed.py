@@ -10,8 +10,6 @@ from ..plan import Plan
 from ..rows import changed_rows
 from .dimension import Asked, Dimension, OnSteps, Without, Word, of_rows_part
 
-__all__ = ["PREFIXED"]
-
 
 def _behind_prefixes(declared: Capabilities, case: Fields) -> Changes:
     if not case.draft or declared.server.drafts_without_prefix or case.with_prefix:

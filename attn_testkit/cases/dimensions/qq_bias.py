@@ -8,8 +8,6 @@ from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from .dimension import Asked, Dimension, Without, Word, of_fields, option
 
-__all__ = ["QQ_BIAS"]
-
 _WORDS = {"none": "", "own": "qqbias", "shared": "qqbiasshared"}
 _PHRASES = {"none": "", "own": "among the rows of each request", "shared": "among rows, the same for all requests"}
 

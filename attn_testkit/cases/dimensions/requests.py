@@ -8,8 +8,6 @@ from ...contract import Capabilities
 from ..fields import Changes, Fields
 from .dimension import Dimension, Simpler, Without, no_capability
 
-__all__ = ["REQUESTS"]
-
 
 def _keep(case: Fields, which: Sequence[int]) -> Changes:
     prefixes, new = (tuple(each[i] for i in which) for each in (case.prefixes, case.new or case.prefixes))

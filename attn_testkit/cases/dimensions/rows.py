@@ -32,9 +32,6 @@ from .dimension import (
 from .fewer_rows import fewer_rows
 from .numbers import MOST_REQUESTS, listed, numbers_word, read_numbers
 
-__all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_USUAL_ROWS", "ROWS", "accepted", "keys_of", "most_rows", "rows_of",
-           "rows_of_two"]  # fmt: skip
-
 MOST_USUAL_ROWS = 6
 """Rows of a request that a covering array goes up to."""
 MOST_ROWS = 256

@@ -11,8 +11,6 @@ from ..fields import Changes, Fields
 from ..layers import SETTINGS
 from .dimension import Asked, Dimension, OnLayers, Without, flag_word, of_flag
 
-__all__ = ["SCALING"]
-
 
 def _other_scaling(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if declared.any_scaling or not context.layers[0].head_layout.usual_scaling:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .dimension import Bound, Dimension, Without, Word, no_capability, of_number
 
-__all__ = ["SEED"]
-
 SEED = Dimension(
     name="seed",
     fields=("seed",),

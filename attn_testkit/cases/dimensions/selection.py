@@ -12,8 +12,6 @@ from ..selection import PATTERN, Selection
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_fields, option
 from .outside import with_layers
 
-__all__ = ["SELECTION"]
-
 _LONGER = 5
 """A case that tries a top-k has about so many keys for each that a row selects: with fewer keys all are selected, and a
 backend that ignores the selection is right."""

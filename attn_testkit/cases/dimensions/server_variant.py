@@ -26,8 +26,6 @@ from .dimension import (
 )
 from .outside import with_layers
 
-__all__ = ["SERVER_VARIANT"]
-
 
 def _word(word: str) -> Word:
     return Word(

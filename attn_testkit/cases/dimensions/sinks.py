@@ -25,8 +25,6 @@ from .dimension import (
     option,
 )
 
-__all__ = ["SINKS", "sinking"]
-
 
 def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if declared.sinks:
@@ -38,7 +36,7 @@ def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[
 
 
 def _sinks(case: Fields) -> Sequence[Changes]:
-    """Host tensors, one logit a query head."""
+    """Host tensors, float32 values that bf16 has too: a checkpoint's sinks have the dtype of the model."""
     if not case.sinks:
         return [{}] * case.layers.count
     rng, found = np.random.default_rng(case.digest ^ 0x51), []
@@ -46,7 +44,7 @@ def _sinks(case: Fields) -> Sequence[Changes]:
         sinks = normals((shape.num_qo_heads,), rng) * 1.5 + own.sink
         # Some heads of a long request must feel their sink too.
         sinks[::2] += math.log(1 + max(case.prefixes))
-        found.append({"sinks": sinks} if has else {})
+        found.append({"sinks": sinks.bfloat16().float()} if has else {})
     return found
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
 
-__all__ = ["LAYOUTS", "SLOT_ORDER"]
-
 LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 """``reversed``: pages descend inside a request (non-monotonic slots). ``shared``: requests have the whole pages that
 their prefixes have in common, as after a hit in a prefix cache."""

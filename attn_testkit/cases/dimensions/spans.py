@@ -12,8 +12,6 @@ from .dimension import Asked, Dimension, OnLayers, Without, Word, of_fields, opt
 from .outside import with_layers
 from .window import windows_of
 
-__all__ = ["SPANS", "spans_in"]
-
 
 def spans_in(case: Fields, turn: int, prefix: int, new: int, seed: int) -> tuple[Span, ...]:
     """Bidirectional spans of a request of a step; in decode those that its prompt had."""

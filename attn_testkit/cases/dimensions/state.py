@@ -17,8 +17,6 @@ from ..trees import chain
 from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 
-__all__ = ["STATE", "nearest_state"]
-
 _SETS = {
     "k_dim": "k_dims", "conv_width": "conv_widths", "dtype": "dtypes", "padding": "padding", "fresh": "fresh",
     "order": "orders", "rollback": "rollback",

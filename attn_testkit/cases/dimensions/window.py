@@ -13,8 +13,6 @@ from .numbers import nearer_numbers
 from .outside import with_layers
 from .rows import keys_of
 
-__all__ = ["WINDOW", "branches", "windows_of"]
-
 _WINDOWS = (0, 4, 11, 46, 4000)
 """46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it."""
 _MOST_RANDOM = 80

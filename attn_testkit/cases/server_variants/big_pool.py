@@ -13,8 +13,6 @@ from ..layers import Layers
 from ..selection import Selection
 from .variant import ServerVariant
 
-__all__ = ["BIG_POOL", "big_index_pool_cases", "big_pool_cases"]
-
 _ELEMENTS = 1 << 31
 """The first that a product of 32-bit integers, slot or page by stride, does not reach (vLLM #47671, #50427; aiter
 #4474)."""

@@ -13,8 +13,6 @@ from ..trees import Tree
 from .narrower_widths import rows_of_width, width_of
 from .variant import ServerVariant
 
-__all__ = ["CONTEXT_OF_PREFIXES"]
-
 _PAGES = 4
 """Pages that are full at the cap, so that new tokens begin one that a table of the context lacks."""
 _WIDTH = 4

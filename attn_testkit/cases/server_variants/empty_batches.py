@@ -10,8 +10,6 @@ from ..fields import C, Fields
 from ..plan import Plan
 from .variant import ServerVariant
 
-__all__ = ["EMPTY_BATCHES"]
-
 _LENS = (9, 70, 1)
 
 

@@ -10,8 +10,6 @@ from ..fields import C, Fields
 from ..plan import Plan
 from .variant import ServerVariant
 
-__all__ = ["LARGE_MAX_CONTEXT_LEN"]
-
 _TOKENS = 1 << 18
 """Beyond 16 bits, in pages of a slot and of several; and so is a third of it, in tokens."""
 _KEPT = ("own batch", "own batch, elsewhere", "same lengths, other requests")

@@ -10,8 +10,6 @@ from ..fields import C, Fields
 from ..plan import Plan
 from .variant import ServerVariant
 
-__all__ = ["MANY_BATCH_SHAPES"]
-
 _SHAPES = 134
 """More than 128, the largest bound known of such a cache (ROCm/aiter #4587)."""
 _LENS = (9, 21)

@@ -16,8 +16,6 @@ from ..rows import Accepted, Drafted, Rows, Verify
 from ..trees import chain
 from .variant import ServerVariant
 
-__all__ = ["MIN_WIDTH", "NARROWER_WIDTHS", "narrower", "rows_of_width", "shares_widths", "width_of"]
-
 _LENS = (9, 70, 1)
 _WIDEST = 8
 MIN_WIDTH = 2

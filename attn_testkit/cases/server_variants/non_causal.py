@@ -10,8 +10,6 @@ from ..rows import Extend, Verify, room_for
 from ..trees import chain
 from .variant import ServerVariant
 
-__all__ = ["NON_CAUSAL"]
-
 _LENS = (9, 530, 70, 0)
 """More keys than a tile beyond few rows, too: a loop that ends with the rows' tile leaves them out (jax #24495)."""
 _BLOCKS = (4, 17)

@@ -8,8 +8,6 @@ from ...contract import Capabilities
 from ..fields import C, Fields
 from .variant import ServerVariant
 
-__all__ = ["OVERLAP_SCHEDULING"]
-
 _LENS = (9, 70, 1, 33)
 
 

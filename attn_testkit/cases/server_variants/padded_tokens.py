@@ -8,8 +8,6 @@ from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
 from .variant import ServerVariant
 
-__all__ = ["PADDED_TOKENS"]
-
 _LENS = (9, 70, 1)
 
 

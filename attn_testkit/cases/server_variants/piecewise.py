@@ -10,8 +10,6 @@ from ..fields import C, Fields
 from ..plan import Plan
 from .variant import ServerVariant
 
-__all__ = ["PIECEWISE"]
-
 _LENS = (9, 70, 1)
 _OF_VLLM = frozenset({"piecewise", "given_out", "padded_tokens"})
 """vLLM gives q of all rows, and the memory that the next piece reads. SGLang cuts q to the live rows, and copies."""

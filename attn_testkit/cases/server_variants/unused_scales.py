@@ -8,8 +8,6 @@ from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
 from .variant import ServerVariant
 
-__all__ = ["UNUSED_SCALES", "UNUSED_SCALES_VARIANT"]
-
 UNUSED_SCALES = "unusedscales"
 _LENS = (9, 70, 1)
 _CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)

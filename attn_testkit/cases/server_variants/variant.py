@@ -10,8 +10,6 @@ from ...contract import Capabilities
 from ..fields import C, Fields
 from ..plan import Plan
 
-__all__ = ["ServerVariant"]
-
 
 class _MakesCases(Protocol):
     def __call__(self, declared: Capabilities, small: C, /) -> Iterator[C]: ...

@@ -10,8 +10,6 @@ from ..rows import Verify
 from ..trees import chain
 from .variant import ServerVariant
 
-__all__ = ["NO_TREE_TENSORS", "SEQ_LENS_WITH_NEW"]
-
 _LENS = (9, 70, 1)
 
 

@@ -16,8 +16,6 @@ from ..selection import Selection
 from ..trees import chain
 from .variant import ServerVariant
 
-__all__ = ["WIDE_SCORES", "wide_scores_cases"]
-
 _TOKENS = 1 << 20
 _ROWS = (1 << 31) // (4 * _TOKENS) + 8
 """Rows of a step: with a float32 for every column, the last eight begin at 2^31 bytes or later (aiter #4244)."""

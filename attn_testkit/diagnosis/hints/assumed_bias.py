@@ -13,8 +13,6 @@ from .assumed_numbers import right_keys_and_a_wrong_number
 from .evidence import Evidence, Supposed
 from .hint import assumption
 
-__all__: list[str] = []
-
 
 def _has_bias(e: Evidence) -> bool:
     return e.schedule.case.alibi and right_keys_and_a_wrong_number(e)

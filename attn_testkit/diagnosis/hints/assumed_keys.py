@@ -12,8 +12,6 @@ from ...steps.data import StepData, make_layers
 from .evidence import LONGEST, SAME_RESULTS, SMALLEST_TILE, Evidence, Supposed, places_of
 from .hint import Level, assumption, hint
 
-__all__ = ["without_windows"]
-
 
 def _other_keys(e: Evidence) -> bool:
     """True if a row attended to wrong KV tokens, of its own request as far as is known."""

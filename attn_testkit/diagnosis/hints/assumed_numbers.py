@@ -21,8 +21,6 @@ from ...steps.patterns import FAINT_RUN
 from .evidence import LONGEST, Evidence, Supposed, with_own_values
 from .hint import assumption
 
-__all__ = ["right_keys_and_a_wrong_number"]
-
 
 def _numbers_wrong(e: Evidence) -> bool:
     return not e.counts_alone

@@ -14,8 +14,6 @@ from .assumed_numbers import right_keys_and_a_wrong_number
 from .evidence import LONGEST, Evidence, Supposed
 from .hint import Level, assumption, hint
 
-__all__: list[str] = []
-
 
 def _has_bias(e: Evidence) -> bool:
     return e.expected.data.qq_bias is not None and right_keys_and_a_wrong_number(e)

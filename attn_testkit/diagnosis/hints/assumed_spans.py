@@ -13,8 +13,6 @@ from ...steps.data import StepData, make_layers
 from .evidence import LONGEST, Evidence, Supposed
 from .hint import Level, assumption
 
-__all__: list[str] = []
-
 Ranges = Sequence[Sequence[Span]]
 """Spans of each request."""
 

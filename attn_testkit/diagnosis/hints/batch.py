@@ -11,8 +11,6 @@ from ...steps.data import make_layers
 from .evidence import Evidence
 from .hint import Level, hint
 
-__all__ = ["length_threshold"]
-
 
 @hint(Level.SHOWN, silences=("nothing_computed",))
 def kept_from_before(e: Evidence) -> str:

@@ -18,17 +18,6 @@ from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..misrouted_rows import MisroutedRow
 
-__all__ = [
-    "LONGEST",
-    "SAME_RESULTS",
-    "SMALLEST_TILE",
-    "SMALL_ERROR",
-    "Evidence",
-    "Supposed",
-    "places_of",
-    "with_own_values",
-]
-
 SMALLEST_TILE = 16
 """Smallest tile of keys of any kernel."""
 SMALL_ERROR = 5.0

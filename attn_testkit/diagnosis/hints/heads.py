@@ -8,8 +8,6 @@ from ...checks.describe import index_ranges, row_name
 from .evidence import SAME_RESULTS, Evidence
 from .hint import Level, hint
 
-__all__ = ["part_of_a_head"]
-
 
 @hint(Level.SHOWN, silences=("some_heads",))
 def heads_not_computed(e: Evidence) -> str:

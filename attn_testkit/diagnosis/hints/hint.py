@@ -8,8 +8,6 @@ from enum import IntEnum
 
 from .evidence import Evidence, Supposed
 
-__all__ = ["HINTS", "Hint", "Level", "assumption", "hint", "in_order"]
-
 Found = str | Iterator[Supposed]
 """Text, empty if the evidence does not fit; or answers of supposed mistakes: the first that fits is reported."""
 

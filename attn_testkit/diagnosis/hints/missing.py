@@ -12,8 +12,6 @@ from .batch import length_threshold
 from .evidence import SMALLEST_TILE, Evidence
 from .rows import counted_as_widest, uneven_offsets
 
-__all__ = ["missing_keys"]
-
 
 @dataclass(frozen=True)
 class _Missing:

@@ -12,8 +12,6 @@ from .evidence import SMALL_ERROR, SMALLEST_TILE, Evidence
 from .heads import part_of_a_head
 from .hint import Level, hint
 
-__all__ = ["DATA_SUSPECTS", "RESCALING"]
-
 RESCALING = "rescaling of partial sums when a later tile of keys has a larger maximum"
 DATA_SUSPECTS = {
     "negative": [

@@ -10,8 +10,6 @@ from ..attended_keys import AttendedKeys
 from .evidence import Evidence, places_of
 from .hint import Level, hint
 
-__all__ = ["counted_as_widest", "row_tile", "uneven_offsets"]
-
 
 @hint(Level.SHOWN)
 def rows_of_others(e: Evidence) -> str:

@@ -9,8 +9,6 @@ from .evidence import Evidence
 from .hint import Level, hint
 from .rows import row_tile
 
-__all__ = ["rows_before_the_last", "with_a_window_alone"]
-
 
 @hint(Level.SHOWN, silences=("later_requests", "elsewhere"))
 def rows_of_other_layers(e: Evidence) -> str:

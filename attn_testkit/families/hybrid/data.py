@@ -17,19 +17,6 @@ from ...steps.data import StepData, make_layers, make_step_data
 from ...steps.schedule import Schedule, Step
 from ..recurrent.data import StateStepData, make_state_data, state_layers
 
-__all__ = [
-    "HybridStepData",
-    "in_turn",
-    "layers",
-    "make_hybrid_data",
-    "of_softmax",
-    "of_states",
-    "rows_in_turn",
-    "schedule_of_states",
-    "schedules",
-    "states_in",
-]
-
 _Data = TypeVar("_Data", bound=Fields)
 _T = TypeVar("_T")
 

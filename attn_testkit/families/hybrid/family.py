@@ -17,8 +17,6 @@ from .data import HybridStepData, in_turn, layers, make_hybrid_data, schedules
 from .memory import BOTH_POOLS
 from .texts import data_of_hybrid_tokens, make_hybrid_vocabulary
 
-__all__ = ["HYBRID"]
-
 
 def _joined(states: Answer, softmax: Answer) -> Answer:
     def both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,6 @@ from ..recurrent.memory import STATE_POOL, StateWatch, moved_states
 from ..softmax.memory import KV_POOL
 from .data import HybridStepData, make_hybrid_data, schedules
 
-__all__ = ["BOTH_POOLS", "HybridWatch"]
-
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 

@@ -12,8 +12,6 @@ from ...steps.schedule import Schedule
 from ..recurrent.texts import data_of_state_tokens, make_state_vocabulary
 from .data import HybridStepData, of_softmax, of_states, rows_in_turn, schedules
 
-__all__ = ["data_of_hybrid_tokens", "make_hybrid_vocabulary"]
-
 
 def make_hybrid_vocabulary(case: Case) -> Vocabulary:
     """The numbers of every token id: ``q`` holds whole rows of the model's table, and ``k`` and ``v`` nothing."""

@@ -34,9 +34,6 @@ from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
 from ...steps.schedule import Request, Schedule, Step
 
-__all__ = ["End", "StateStepData", "activations", "layers", "make_state_data", "shape_of", "slots_listed",
-           "slots_per_row", "state_layers", "state_places", "state_pool_slots", "state_table"]  # fmt: skip
-
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
 """Largest value of exact data. Sums of a few stay below 256, which bf16 holds exactly."""

@@ -17,8 +17,6 @@ from .memory import STATE_POOL
 from .recurrence import recur
 from .texts import data_of_state_tokens, make_state_vocabulary
 
-__all__ = ["RECURRENT"]
-
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     """Outputs of a step, and how far they may be off."""

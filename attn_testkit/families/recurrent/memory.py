@@ -24,8 +24,6 @@ from ...watches.uploads import upload
 from ..family import Memory, Noted, Stored, Watch
 from .data import StateStepData, make_state_data, shape_of, state_places, state_pool_slots
 
-__all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "moved_states"]
-
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 _NAN = 0xFF

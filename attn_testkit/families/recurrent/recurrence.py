@@ -23,8 +23,6 @@ from ...watches.signaling_nan import fill_with_signaling_nan
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF, rounding
 from .data import StateStepData
 
-__all__ = ["Recurrence", "Start", "recur", "start_of"]
-
 _WALKS = 2.0
 """A row may be off by so many walks."""
 _IN_EXP = 8

@@ -15,8 +15,6 @@ from ...steps.greedy_loop import Vocabulary
 from ...steps.schedule import Schedule
 from .data import End, StateStepData, activations, shape_of, state_layers
 
-__all__ = ["data_of_state_tokens", "make_state_vocabulary"]
-
 
 def make_state_vocabulary(case: Case) -> Vocabulary:
     """The activations of every token id: ``q``, ``k``, ``v`` are ``mixed``, ``a``, ``b``, [L, VOCAB, n]."""

@@ -15,8 +15,6 @@ from .kv_splits import merged_attention_limit, split_sums
 from .limits import attention_limit, factor_spacing, key_factor
 from .new_rows import as_given
 
-__all__ = ["answer", "attend_with_limit"]
-
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     """Return the answer for a step's numbers. ``given``: see ``attend_with_limit``."""

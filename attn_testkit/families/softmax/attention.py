@@ -12,8 +12,6 @@ from ...steps.data import StepData, dequantised
 from .narrow_factors import FactorErrors, factor_errors, joined_errors
 from .query_rounding import query_rounding
 
-__all__ = ["Attention", "attend", "seen_in", "windowed"]
-
 
 @dataclass(frozen=True)
 class Attention:

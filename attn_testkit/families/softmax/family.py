@@ -9,9 +9,6 @@ from ..family import Family, Question, Texts
 from .answer import answer
 from .memory import KV_POOL
 
-__all__ = ["SOFTMAX"]
-
-
 SOFTMAX = Family(
     name="softmax",
     dimensions=frozenset(dimension.name for dimension in DIMENSIONS),

@@ -14,8 +14,6 @@ from ...steps.data import StepData, make_layers
 from .attention import Attention, attend
 from .limits import factor_spacing, lse_limit, merged_limit, merged_lse_limit
 
-__all__ = ["attend_split", "merged_attention_limit", "split_sums"]
-
 
 def attend_split(
     data: StepData, layers: Sequence[AttentionLayer], part: KVSplit, *, factors: float = 0.0, q_scale: str = "none"

@@ -12,8 +12,6 @@ from ...steps.schedule import Schedule
 from .answer import answer, attend_with_limit
 from .limits import attention_limit
 
-__all__ = ["LimitTerm", "limit_terms"]
-
 
 @dataclass(frozen=True)
 class LimitTerm:

@@ -44,15 +44,6 @@ from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from .attention import Attention
 from .narrow_factors import TOGETHER
 
-__all__ = [
-    "attention_limit",
-    "factor_spacing",
-    "key_factor",
-    "lse_limit",
-    "merged_limit",
-    "merged_lse_limit",
-]
-
 _FP8_ABSOLUTE = {"fp8_e4m3": 2.0**-12, "fp8_e4m3_unscaled": 2.0**-10}
 """Half the spacing of the subnormal e4m3 numbers, over the factor that probabilities are multiplied by."""
 _FP16_ABSOLUTE = 2.0**-25

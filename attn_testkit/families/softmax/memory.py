@@ -16,8 +16,6 @@ from ...watches.pool_watch import PoolWatch
 from ...watches.spread_watch import SpreadWatch
 from ..family import Memory, Stored, Watch
 
-__all__ = ["KV_POOL"]
-
 
 def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     """The watch of an instance whose first schedule is ``schedule``."""

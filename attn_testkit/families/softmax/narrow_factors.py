@@ -23,8 +23,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-__all__ = ["TOGETHER", "FactorErrors", "factor_errors", "joined_errors"]
-
 TOGETHER = 2.0
 """Factors of a product."""
 _APART = 8 * math.sqrt(2 / 12)

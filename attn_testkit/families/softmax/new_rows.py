@@ -8,8 +8,6 @@ import torch
 
 from ...steps.data import StepData
 
-__all__ = ["as_given"]
-
 
 def as_given(data: StepData, *, one_by_one: bool) -> StepData:
     """The same step for ``attend``, with the rows of a forward as separate keys, behind the keys of the pool.

@@ -10,8 +10,6 @@ import torch
 from ...contract.row_format import HALVES, PackedRows, Plane, in_tiles, next_power_of_two
 from ...steps.data import StepData
 
-__all__ = ["misread_rows"]
-
 
 def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, StepData]]:
     """Mistakes in reading packed rows, and the numbers of the step that are attended then. Nothing for other rows."""

@@ -18,8 +18,6 @@ import torch
 
 from ...steps.query_scales import E4M3, LARGEST_FP8, group_largest
 
-__all__ = ["query_rounding"]
-
 _RELATIVE = 2.0**-4
 """Half a spacing of e4m3, relative to the number."""
 _ABSOLUTE = 2.0**-10

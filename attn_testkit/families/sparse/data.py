@@ -23,8 +23,6 @@ from ...steps.index_data import make_index_data
 from ...steps.kv_groups import slot_map
 from ...steps.schedule import Schedule, Step
 
-__all__ = ["attended_by", "make_sparse_data"]
-
 _Ints = npt.NDArray[np.int64]
 _PATTERNS = ("newest", "oldest", "strided", "both ends", "scattered", "not its own", "one")
 

@@ -22,8 +22,6 @@ from .index_scores import best_keys
 from .memory import SPARSE_POOL
 from .misread_indices import supposed_of_slots
 
-__all__ = ["SPARSE"]
-
 _NOT_HERE = (WINDOW, GREEDY_LOOP)
 
 

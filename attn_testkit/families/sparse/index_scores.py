@@ -13,8 +13,6 @@ from ...steps.data import StepData
 from ...steps.index_data import IndexData, scale_of
 from ...steps.schedule import Schedule
 
-__all__ = ["RowScores", "best_keys", "row_scores", "stored_index"]
-
 _ROUNDINGS = 8
 """Roundings of a score beyond those of its sums: products with weight and scale, and the sums' own ends."""
 

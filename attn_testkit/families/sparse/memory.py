@@ -18,8 +18,6 @@ from ...steps.schedule import Schedule, Step
 from ..family import Memory
 from ..softmax.memory import KV_POOL
 
-__all__ = ["SPARSE_POOL"]
-
 
 def _not_selected(schedule: Schedule, step: Step, data: StepData) -> npt.NDArray[np.bool_]:
     """[L, slots] bool: slots that are to hold NaN, of keys before the step that no row selects."""

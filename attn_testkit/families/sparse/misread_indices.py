@@ -16,8 +16,6 @@ from ...steps.schedule import Schedule, Step
 from ..family import Answer, Supposition
 from ..softmax.answer import attend_with_limit
 
-__all__ = ["supposed_of_slots"]
-
 _MOST_NUMBERS = 1 << 25
 """Most numbers of gathered keys for which a mistake is tried: 256 MiB in float64."""
 

@@ -14,8 +14,6 @@ from ...results.case_result import CaseResult
 from ...results.finding import Finding
 from ...runner_modes.messages import RunCase
 
-__all__ = ["ENOUGH", "Afresh", "Fails", "explained_by_what_was_kept", "named"]
-
 Fails = Callable[[Sequence[RunCase]], bool | None]
 """Function that is True if the case-run fails in a fresh process after the given ones, in their order. None: they did
 not come to an end there."""

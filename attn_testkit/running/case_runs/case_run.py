@@ -49,18 +49,6 @@ from ..processes.device_memory import filled_by_others
 from ..processes.memory_limit import no_more_than
 from .diagnosed import Diagnosed
 
-__all__ = [
-    "CaseRun",
-    "gradients_off",
-    "loop_of",
-    "request_to_isolate",
-    "rerun",
-    "run_case",
-    "schedule_for",
-    "schedules_of",
-    "with_other_requests",
-]
-
 
 @dataclass(frozen=True)
 class CaseRun:

@@ -19,8 +19,6 @@ from ...results.finding import Finding
 from ...runner_modes.messages import RunCase
 from .between_cases import named
 
-__all__ = ["Diagnosed", "First"]
-
 _LINE = re.compile(r"\S+:\d+ in \S")
 """Beginning of the ``where`` of an exception."""
 _WHATEVER = ("data", "counts")

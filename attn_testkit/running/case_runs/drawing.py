@@ -13,8 +13,6 @@ from ...contract import Capabilities, Execution, ForwardMode
 from ..planning.request import Request
 from .lane_process import LaneProcess
 
-__all__ = ["draw_in_lanes"]
-
 
 def draw_in_lanes(lanes: Sequence[LaneProcess], declared: Capabilities, request: Request) -> None:
     """Have ``generate`` know the cases of every mode that planning asks for. A lane that is lost costs time only."""

@@ -43,8 +43,6 @@ from ..processes.worker_process import WorkerLost
 from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_requests
 from .diagnosed import First
 
-__all__ = ["Run", "evaluate_item", "fails"]
-
 Run = Callable[[RunCase | Rerun], RunRecord]
 """Function that has a worker run something. May raise ``WorkerLost``."""
 

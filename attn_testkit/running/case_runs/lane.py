@@ -28,8 +28,6 @@ from .diagnosed import Diagnosed
 from .evaluate import Run, evaluate_item, fails
 from .worker_slot import WorkerSlot
 
-__all__ = ["Lane", "Lost", "Work"]
-
 MOST_PRINTED = 2000
 """Number of characters that a result keeps of what a backend printed: the last ones."""
 

@@ -31,8 +31,6 @@ from ..processes.forking import fork_off
 from ..processes.worker_process import WorkerStartError, import_seconds
 from .lane import Lane, Lost, Work
 
-__all__ = ["MODULE", "LaneProcess", "ready", "serve"]
-
 MODULE = "attn_testkit.running.case_runs.lane_process"
 _GRACE = 5.0
 """Seconds for a lane to end its workers before it is killed."""

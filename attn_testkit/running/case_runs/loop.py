@@ -31,8 +31,6 @@ from .lane import Lane, Lost, Work
 from .lane_process import LaneProcess, ready
 from .worker_slot import named_request
 
-__all__ = ["Runner"]
-
 _Group = deque[Item]
 
 

@@ -36,8 +36,6 @@ from ..processes.host_memory import Trimmer
 from ..processes.wire import read
 from .case_run import rerun, run_case
 
-__all__ = ["LocalWorker", "given_up", "serve"]
-
 _SETTLE_AFTER = (1, 4)
 _SETTLE_EVERY = 16
 """Cases between two rounds of setting survivors aside from the garbage collector: a round takes as long as the one

@@ -13,8 +13,6 @@ from ..planning.request import Options
 from ..processes.worker_process import Worker, WorkerLost
 from .worker_main import LocalWorker
 
-__all__ = ["WorkerSlot", "named_request"]
-
 
 class WorkerSlot:
     """Has at most one worker, of one backend: replaced when it ended, or when another backend is due.

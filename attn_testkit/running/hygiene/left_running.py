@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Running"]
-
 _GRACE = 0.5
 """Seconds for what is about to end."""
 _POOLS = (

@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 from ...families.table import FAMILIES
 
-__all__ = ["seal_oracle"]
-
 _EXPECTED = "attn_testkit.families.expected"
 _KIT = "attn_testkit."
 

@@ -21,8 +21,6 @@ from typing import Any
 
 from ...registry import UsageError
 
-__all__ = ["Notes", "OtherSources", "use_other_sources"]
-
 
 @dataclass(frozen=True)
 class OtherSources:

@@ -21,8 +21,6 @@ import torch
 from ...distributions import is_of_kit
 from .settings import SETTINGS
 
-__all__ = ["Accepted", "ProcessState", "accepted", "changes", "restore", "take_state", "unchanged"]
-
 _JUDGED = (
     "attn_testkit.backends",
     "attn_testkit.examples",

@@ -19,16 +19,6 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "MOST_DRAWN",
-    "numpy_random",
-    "python_random",
-    "reseeded",
-    "set_numpy_random",
-    "set_torch_random",
-    "torch_random",
-]
-
 _WORDS = 624
 MOST_DRAWN = 4096 * _WORDS
 """32-bit numbers: of a state that is further on nothing is known. Looking so far takes 0.2 s, where a state changed."""

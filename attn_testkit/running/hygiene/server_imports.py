@@ -18,8 +18,6 @@ from ...distributions import CODE
 from ...registry import bridges
 from .process_state import Accepted, ProcessState, accepted, changes, take_state, unchanged
 
-__all__ = ["ServerImports"]
-
 
 class ServerImports(importlib.abc.MetaPathFinder):
     """Watches imports of servers and those that a bridge makes, at its own import or later.

@@ -27,8 +27,6 @@ from .random_states import (
     torch_random,
 )
 
-__all__ = ["SETTINGS", "Setting"]
-
 _JIT_VARIABLES = {
     "TRITON_": "Inductor and Triton: where compiled kernels lie",
     "TORCH": "Inductor: where its cache lies; torch.utils.cpp_extension: for which devices it compiles",

@@ -16,8 +16,6 @@ from typing import Any
 from ...distributions import is_of_kit
 from ...watches.launches import has_kernels
 
-__all__ = ["own_modules", "stale_byte_code", "tested_file"]
-
 _MOST_NAMED = 4
 
 

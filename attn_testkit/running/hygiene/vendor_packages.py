@@ -16,8 +16,6 @@ from ...contract import Capabilities
 from ...registry import import_failure
 from ...results.names import CANNOT_IMPORT
 
-__all__ = ["NOT_HERE", "broken_packages", "module_of"]
-
 NOT_HERE = ""
 """Value in place of a requirement if the backend class says that nothing of it runs on this machine."""
 

@@ -19,8 +19,6 @@ from typing import Any
 from ...registry import UsageError
 from ..hygiene.other_sources import OtherSources
 
-__all__ = ["Candidate", "candidate_for", "fingerprint_of", "resolve_candidate"]
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -30,10 +30,8 @@ from ...cases.renamed_words import renamed
 from ...registry import UsageError, did_you_mean
 from ...reports.record import Report, read_report
 from ...results.case_result import CaseResult, Status
-from ...results.names import CHECK_IDS
+from ...results.checks import CHECKS
 from ...results.run_header import RunHeader
-
-__all__ = ["ENDINGS", "KnownFailure", "Ledger", "load_known", "parse_known"]
 
 KINDS = ("tolerated", "quarantine")
 EXECUTIONS = ("eager", "graph")
@@ -190,7 +188,7 @@ def _checks(raw: dict[str, Any], refuse: Callable[[str], UsageError]) -> tuple[s
         raise refuse("check must be a check id or a list of them")
     if raw["kind"] == "tolerated" and not checks:
         raise refuse('check is missing: name the check that may fail, or "crashed" or "timed out"')
-    names = (*CHECK_IDS, *ENDINGS)
+    names = (*CHECKS, *ENDINGS)
     for name in checks:
         if name not in names:
             raise refuse(f"no check {name!r}{did_you_mean(name, names)}")

@@ -17,8 +17,6 @@ from ...results.names import EXECUTIONS
 from ...results.run_header import Selection
 from .known_failures import ENDINGS, parse_known
 
-__all__ = ["Entries", "crashes_of", "entries_from"]
-
 MOST_OF_CAUSE = 100
 """Most characters of a cause in the comment above its entry."""
 MOST_CAUSES = 3

@@ -10,8 +10,6 @@ from ...cases.case import Case
 from ...contract import Execution
 from .request import Item
 
-__all__ = ["Entry", "most_valuable_first", "pairs_of", "richest_first", "values_of", "work_of"]
-
 Entry = tuple[Item, Case]
 _FIRST_ROUND = 16
 """Cases of one backend before the next has its turn; each later round has twice as many."""

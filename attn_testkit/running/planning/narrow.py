@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS
 
-__all__ = ["not_declared_here"]
-
 _WRITTEN = ("families", "gqa_ratios", "head_dims", "dtypes", "page_sizes", "max_context_len")
 """Capabilities whose defaults are guesses: a backend that takes more and does not write it is tried in less."""
 

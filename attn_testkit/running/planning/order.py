@@ -10,8 +10,6 @@ from ...contract import Execution
 from .most_valuable import Entry, most_valuable_first
 from .request import Item
 
-__all__ = ["ordered"]
-
 
 def ordered(entries: Sequence[Entry], order: str, failed: Collection[tuple[str, str]] = ()) -> tuple[Item, ...]:
     """The items, one backend after the other, in one of ``request.ORDERS``; ``failed``: see ``most_valuable_first``."""

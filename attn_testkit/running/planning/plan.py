@@ -16,12 +16,12 @@ from ...cases.renamed_words import renamed
 from ...catalogue.large_cases import too_large_for_a_cpu
 from ...catalogue.not_covered import describe_not_covered
 from ...catalogue.tiers import TIERS, generate
-from ...checks import CHECKS
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
 from ...families.table import meaningful, meaningless
 from ...registry import UsageError, did_you_mean, origin_of
 from ...results.case_result import CaseResult, Status
+from ...results.checks import CHECKS
 from ...results.finding import Finding
 from ...results.names import NO_CASE
 from ...results.run_header import RunHeader, Selection
@@ -34,8 +34,6 @@ from .candidate import Candidate
 from .narrow import not_declared_here
 from .order import ordered
 from .request import Item, Plan, Request, selection_of, unloadable
-
-__all__ = ["plan_run"]
 
 CapabilitiesOf = Callable[[Candidate], Capabilities]
 Broken = Callable[[Candidate], Mapping[str, str]]

@@ -12,37 +12,12 @@ from ...registry import UsageError, did_you_mean, unknown
 from ...reports.verdict import conclude
 from ...results.case_result import CaseResult, Status
 from ...results.finding import Finding
-from ...results.names import EXECUTIONS, KIT_ERROR, MODES, NO_CASE, NOT_STARTED
+from ...results.names import EXECUTIONS as EXECUTIONS
+from ...results.names import KIT_ERROR, NO_CASE, NOT_STARTED
+from ...results.names import MODES as MODES
 from ...results.run_header import RunHeader, Selection
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
-
-__all__ = [
-    "DIAGNOSE",
-    "EXECUTIONS",
-    "MODES",
-    "ORDERS",
-    "TIERS",
-    "Diagnose",
-    "Explains",
-    "Item",
-    "Judge",
-    "Options",
-    "Plan",
-    "Prepared",
-    "Request",
-    "bare_result",
-    "checked_device",
-    "checked_seconds",
-    "final_code",
-    "kit_error",
-    "not_started",
-    "once_more",
-    "param_id",
-    "prepare",
-    "selection_of",
-    "unloadable",
-]
 
 TIERS = ("smoke", "core", "full")
 ORDERS = ("listed", "plainest", "most valuable")

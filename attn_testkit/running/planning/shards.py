@@ -16,8 +16,6 @@ from ...reports.shards import Shard, digest_of, shard_selection
 from ...results.case_result import RAN, CaseResult, Status
 from .request import Item, Plan
 
-__all__ = ["durations_of", "key_of", "shard_of", "shards_of"]
-
 _Case = tuple[str, str]
 """Backend and case: eager and graph of one share data and expected values, so they share a shard."""
 Durations = Mapping[Key, float]

@@ -24,8 +24,6 @@ from .forked import Forked
 from .forking import fork_context
 from .wire import Unreadable, read
 
-__all__ = ["Child", "ChildLost", "ending"]
-
 START_SECONDS = 300.0
 """Time for a child to import its module on a busy machine."""
 _AGAIN_AFTER = (0.1, 1.0)

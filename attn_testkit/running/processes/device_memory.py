@@ -9,8 +9,6 @@ import torch
 from ...checks.failures import device_full
 from ...results.texts import message_of
 
-__all__ = ["filled_by_others"]
-
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+) ([KMG]iB)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 

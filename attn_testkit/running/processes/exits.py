@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-__all__ = ["refuse_success_by_exit"]
-
 _end = os._exit
 _FAILED = 3
 """The exit code of the kit's own failure: there is no verdict."""

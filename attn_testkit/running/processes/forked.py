@@ -7,8 +7,6 @@ import select
 import signal
 import subprocess
 
-__all__ = ["Forked"]
-
 
 class Forked:
     """A process that is not a child, as ``subprocess.Popen`` has one that is. Its exit code is unknown."""

@@ -15,8 +15,6 @@ from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from typing import Any, NoReturn
 
-__all__ = ["SERVE", "begin_forking", "fork_context", "fork_off", "preload"]
-
 SERVE = "attn_testkit.running.case_runs.worker_main"
 """Module whose ``serve`` a worker runs."""
 _preloaded = [SERVE, "attn_testkit.running.case_runs.lane_process"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import glob
 from collections.abc import Mapping
 
-__all__ = ["GpuSlots", "visible_gpus"]
-
 
 def visible_gpus(environment: Mapping[str, str], devices: str = "/dev/nvidia[0-9]*") -> tuple[str, ...]:
     """``CUDA_VISIBLE_DEVICES`` values, one for each GPU that the caller left visible, in the caller's own spelling.

@@ -10,8 +10,6 @@ import contextlib
 import ctypes
 import os
 
-__all__ = ["ADDRESSES", "Trimmer", "bytes_of_process"]
-
 _GROWN = 1 << 27
 """Bytes that a process may grow by between two rounds."""
 _HEAP, _KEPT = 1 << 25, 1 << 28

@@ -24,8 +24,6 @@ from .forked import Forked
 if TYPE_CHECKING:
     from .child import Child
 
-__all__ = ["accepted", "connect", "end", "settings", "start"]
-
 _SERVE = "attn_testkit.running.processes.judge_process"
 """Module whose ``serve`` the process runs."""
 _PATIENCE = 60.0

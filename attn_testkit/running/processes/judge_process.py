@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ...contract import Capabilities
     from ..planning.candidate import Candidate
 
-__all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for", "search_path"]
-
 _LOOP = "attn_testkit.running.case_runs.loop"
 RUNNER = _LOOP
 """Module whose ``Runner`` the judge uses."""

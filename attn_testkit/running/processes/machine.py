@@ -13,8 +13,6 @@ from packaging.requirements import Requirement
 
 from ...distributions import DISTRIBUTIONS, KIT
 
-__all__ = ["Package", "Resources", "packages", "resources", "slow_because"]
-
 GIGABYTE = 10**9
 MEMORY_OF_A_RUN = 2 * GIGABYTE
 """Bytes that front end, judge and the process that workers are forked from take at most in core."""

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from .host_memory import ADDRESSES, bytes_of_process
 
-__all__ = ["no_more_than"]
-
 
 @contextmanager
 def no_more_than(more: int) -> Iterator[None]:

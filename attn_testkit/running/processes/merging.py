@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["merged"]
-
 T = TypeVar("T")
 _END = object()
 

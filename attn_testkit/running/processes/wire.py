@@ -10,8 +10,6 @@ import io
 import pickle
 from typing import Any
 
-__all__ = ["Unreadable", "read"]
-
 _ALLOWED = {
     "attn_testkit.checks.lossless": {"TokenAttention", "GeneratedTokens"},
     "attn_testkit.checks.observation": {"Copies"},

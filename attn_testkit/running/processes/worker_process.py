@@ -15,8 +15,6 @@ from ..planning.candidate import Candidate
 from . import forking
 from .child import Child, ChildLost
 
-__all__ = ["ImportKilled", "Worker", "WorkerLost", "WorkerStartError", "import_seconds"]
-
 _IMPORT_SECONDS = 60.0
 """Least time limit of a backend's import: packages are large, disks cold and machines busy."""
 

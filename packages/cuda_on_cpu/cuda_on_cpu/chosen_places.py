@@ -12,8 +12,6 @@ from torch._ops import OpOverload
 
 from cuda_on_cpu.private import disable_functions, disable_modes, dtype_of
 
-__all__ = ["CHOSEN_FROM", "OF_CHOSEN_PLACES", "Places", "places_of"]
-
 OF_CHOSEN_PLACES = frozenset(
     {"index", "index_put_", "_index_put_impl_", "_unsafe_index", "index_select", "index_add_", "index_copy_",
      "index_fill_", "index_reduce_", "gather", "scatter_", "scatter_add_", "scatter_reduce_", "take", "take_along_dim",

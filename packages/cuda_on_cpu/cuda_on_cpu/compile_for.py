@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 
 from cuda_on_cpu.launch_log import LaunchNote
 
-__all__ = ["SHARED_MEMORY", "TARGETS", "Compiled", "compile_for"]
-
 SHARED_MEMORY = {
     80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376,
 }  # fmt: skip

@@ -16,8 +16,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 

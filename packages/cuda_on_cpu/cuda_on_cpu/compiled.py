@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_compiled_region", "run_eagerly"]
-
 _EVAL_FRAME = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
 
 

@@ -12,8 +12,6 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LARGE", "Saved", "is_large"]
-
 LARGE = 1 << 30
 """Size in bytes from which memory keeps the contents that the system gives."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from cuda_on_cpu import session
 from cuda_on_cpu.private import disable_functions
 
-__all__ = ["LaunchLog", "LaunchNote", "Unsupported", "note_grids", "note_launches", "read_notes"]
-
 _ALIGNMENT = 16
 
 

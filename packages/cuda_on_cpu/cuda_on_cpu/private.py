@@ -12,44 +12,11 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-__all__ = [
-    "OpOverload",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "TorchFunctionMode",
-    "can_decompose",
-    "default_device",
-    "direct_call",
-    "disable_functions",
-    "disable_modes",
-    "dtype_of",
-    "has_composite_kernel",
-    "in_backward",
-    "inference",
-    "is_gone",
-    "keep_identity",
-    "modes_entered",
-    "opened",
-    "pop_mode",
-    "push_mode",
-    "raw_storage",
-    "release_identity",
-    "run_kernel",
-    "same_generator",
-    "self_tests",
-    "storage_at",
-    "storage_from_weak",
-    "unwrapped",
-    "use_count",
-    "vmap_level",
-    "weak_reference",
-    "without_modes",
-]
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 disable_functions = torch._C.DisableTorchFunction
 dtype_of: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]

@@ -18,8 +18,6 @@ from torch._ops import OpOverload
 
 from cuda_on_cpu.private import direct_call, dtype_of
 
-__all__ = ["BY_FUNCTION", "INTO", "run_of"]
-
 Step = Callable[[], object]
 
 _aten = torch.ops.aten

@@ -16,8 +16,6 @@ from cuda_on_cpu.arguments import NO_TENSORS
 from cuda_on_cpu.private import dtype_of, modes_entered, vmap_level
 from cuda_on_cpu.shortcuts import VIEWS, only_looks, operation_of
 
-__all__ = ["TENSORS_AT", "reads_nothing"]
-
 
 def _functions(names: str) -> Iterable[Any]:
     """Methods of a tensor, and functions of torch, with these names."""

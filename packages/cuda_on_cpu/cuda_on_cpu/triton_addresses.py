@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["contents", "memory", "places_of", "read"]
-
 Array = npt.NDArray[Any]
 
 _ADDRESS_BITS = 48

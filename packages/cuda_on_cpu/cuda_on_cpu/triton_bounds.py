@@ -27,19 +27,6 @@ from cuda_on_cpu.tags import DEVICE, PINNED
 from cuda_on_cpu.triton_addresses import contents
 from cuda_on_cpu.triton_races import Races, Written, acquiring, semantics_of
 
-__all__ = [
-    "atomically",
-    "atomics_looked_at",
-    "barriers_looked_at",
-    "exchanges_looked_at",
-    "look_at_load",
-    "look_at_store",
-    "looking_at_accesses",
-    "pointers_of_its_own",
-    "programs_named",
-    "undefined",
-]
-
 Array = npt.NDArray[Any]
 _DEFAULT = Policy()
 _MOST_PLACES = 1 << 16

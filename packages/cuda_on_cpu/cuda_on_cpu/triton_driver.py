@@ -20,8 +20,6 @@ from cuda_on_cpu.device import CAPABILITY, DeviceProperties
 from cuda_on_cpu.errors import EmulationError
 from cuda_on_cpu.sites import author_site
 
-__all__ = ["EmulatedDriver", "answer_without_a_gpu", "interpreter"]
-
 _INTERPRETER = "triton.runtime.interpreter"
 
 

@@ -25,8 +25,6 @@ from cuda_on_cpu.private import disable_functions
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, storage_key
 
-__all__ = ["Races", "Written", "acquiring", "scratch", "semantics_of"]
-
 Array = npt.NDArray[Any]
 
 _MOST_LOGGED = 1 << 26

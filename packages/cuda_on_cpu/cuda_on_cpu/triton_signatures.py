@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["complaint", "fitting", "stock_of"]
-
 Replacement = tuple[Any, str, Any]
 _ANY_POSITION, _ANY_NAME = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _BY_NAME_ONLY = inspect.Parameter.KEYWORD_ONLY

@@ -12,8 +12,6 @@ from attn_testkit.running.processes.judge_process import JudgeError, JudgeProces
 from ..faults.adversarial import Adversarial, all_adversarial
 from .verdicts import AdversarialVerdict, Settings, Task
 
-__all__ = ["FrontEnd", "run_adversarial"]
-
 
 class FrontEnd:
     """Runs one backend after another, and gives each the exit code of a command. A judge that died is replaced."""

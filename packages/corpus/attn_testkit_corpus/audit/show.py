@@ -6,13 +6,11 @@ import textwrap
 
 import jinja2
 
-from attn_testkit.checks import CHECKS
+from attn_testkit.results.checks import CHECKS
 
 from ..faults import all_controls, all_faults
 from ..faults.catalogue import CLASSES, entry_of
 from .verdicts import Audit, ControlVerdict, FaultVerdict
-
-__all__ = ["audit_page", "audit_text", "list_text"]
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:

@@ -25,8 +25,6 @@ from ..faults.adversarial import Adversarial, all_adversarial
 from ..faults.catalogue import entry_of, field_bugs_in
 from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 
-__all__ = ["kill_order", "run_task", "tasks_for"]
-
 _GRAPH_COST = 6
 """Duration of a graph case-run, about, in eager ones."""
 _MIXED_AT = 5

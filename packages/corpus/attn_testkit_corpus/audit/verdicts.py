@@ -9,19 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attn_testkit.checks import CHECKS
 from attn_testkit.registry import UsageError
-
-__all__ = [
-    "AdversarialVerdict",
-    "Audit",
-    "ControlVerdict",
-    "FaultVerdict",
-    "Settings",
-    "Task",
-    "Verdict",
-    "caught_before",
-]
+from attn_testkit.results.checks import CHECKS
 
 
 @dataclass(frozen=True)

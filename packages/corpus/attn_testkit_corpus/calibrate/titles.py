@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Calibration", "calibrations", "version_lines"]
-
 _VERDICTS = Path(__file__).parent
 
 

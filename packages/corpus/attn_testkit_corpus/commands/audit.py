@@ -19,8 +19,6 @@ from .audit_mutants import hunt_mutants, mutant_options
 if TYPE_CHECKING:
     from ..audit import Settings
 
-__all__ = ["audit"]
-
 LOG_SECONDS = 15.0
 
 

@@ -16,8 +16,6 @@ from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import write_text
 from attn_testkit.running.planning.request import MODES
 
-__all__ = ["hunt_mutants", "mutant_options"]
-
 _LOG_SECONDS = 15.0
 _Minutes = click.FloatRange(0, min_open=True)
 _OWN = {

@@ -11,8 +11,6 @@ from attn_testkit.contract import BackendContext, DraftExtendInput, ForwardBatch
 from .catalogue import fault
 from .parent import PlannedBackend
 
-_ALL = tuple(ForwardMode)
-
 Key = tuple[ForwardMode, tuple[int, ...], tuple[int, ...]]
 """Key of a plan: its mode, ``seq_lens``, and new rows in modes that have them."""
 
@@ -52,33 +50,18 @@ class SharedPlans(PlannedBackend):
         self.shared = None
 
 
-@fault(
-    slug="plan-skipped-by-own-lengths",
-    source="TensorRT-LLM #13696",
-    modes=_ALL,
-    checks=("steps-independent", "completes"),
-    hint="instance that",
-)
+@fault("TensorRT-LLM #13696", "steps-independent completes", "instance that")
 class PlanSkippedByOwnLengths(SharedPlans):
     """A mode skips its plan while its own lengths are those of its last one, though another mode has planned since."""
 
-    @override
     def is_fresh(self, key: Key) -> bool:
         return self.mine.get(key[0]) == key
 
 
-@fault(
-    slug="eager-plan-skipped-behind-replays",
-    source="TensorRT-LLM #13696",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("steps-independent", "buckets-independent", "completes"),
-    hint="instance that",
-)
+@fault("TensorRT-LLM #13696", "steps-independent buckets-independent completes", "instance that", executions="graph")
 class EagerPlanSkippedBehindReplays(SharedPlans):
     """Plans of replays leave their metadata to the next eager step, which takes them for those of its last plan."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         kept = self.shared
         super().init_forward_metadata_out_graph(batch, in_capture)

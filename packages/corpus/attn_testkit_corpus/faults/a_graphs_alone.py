@@ -28,35 +28,19 @@ class GraphsAlone(PlannedBackend):
         super().init_forward_metadata(batch)
 
 
-@fault(
-    slug="captured-lengths-in-graphs-alone",
-    source="general",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="declared only in graphs",
-)
+@fault("general", "matches-oracle reads-own-kv finite", "declared only in graphs", modes=_ALL, executions="graph")
 class CapturedLengthsInGraphsAlone(GraphsAlone):
     """Lengths stay those of the capture, and there is no eager run to compare with."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "kv_lens" or self.capturing:
             super().copy_in(name, target, source)
 
 
-@fault(
-    slug="padded-rows-count-in-graphs-alone",
-    source="general",
-    modes=(ForwardMode.DECODE,),
-    executions=("graph",),
-    checks=("padding-inert",),
-    hint="bucket of exactly",
-)
+@fault("general", "padding-inert", "bucket of exactly", modes="decode", executions="graph")
 class PaddedRowsCountInGraphsAlone(GraphsAlone):
     """The last live request loses a key if the batch has padded ones, and there is no eager run to compare with."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         live = batch.out_cache_loc.shape[0]
@@ -65,12 +49,12 @@ class PaddedRowsCountInGraphsAlone(GraphsAlone):
 
 
 @fault(
-    slug="graphs-alone-and-a-constructor-that-checks-nothing",
-    source="general",
+    "general",
+    "refuses-undeclared",
+    "the constructor accepted it",
     modes=_ALL,
-    executions=("graph",),
-    checks=("refuses-undeclared",),
-    hint="the constructor accepted it",
+    executions="graph",
+    slug="graphs-alone-and-a-constructor-that-checks-nothing",
 )
 class GraphsAloneAndNothingChecked(GraphsAlone):
     """The constructor accepts undeclared contexts, in a class of which no mode runs eagerly."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import BackendContext, Execution, ForwardBatch, ForwardMode, VerifyInput
+from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, VerifyInput
 
 from .b_empty_batches import LEAN
 from .catalogue import fault
@@ -16,7 +16,6 @@ from .parent import Metadata, PlannedBackend
 
 _VERIFY = (ForwardMode.TARGET_VERIFY,)
 _DRAFT = (ForwardMode.DRAFT_DECODE,)
-_GRAPH = (Execution.GRAPH,)
 
 
 class PerWidthBackend(PlannedBackend):
@@ -62,33 +61,31 @@ class PerWidthBackend(PlannedBackend):
 
 
 @fault(
+    "general; speculative_num_draft_tokens read from the configuration (sglang)",
+    "matches-oracle replay-follows-batch",
+    "width that is not the batch",
+    modes="target-verify",
     slug="rows-lie-at-the-configured-width",
-    source="general; speculative_num_draft_tokens read from the configuration (sglang)",
-    modes=_VERIFY,
-    checks=("matches-oracle", "replay-follows-batch"),
-    hint="width that is not the batch",
 )
 class RowsAtTheConfiguredWidth(PerWidthBackend):
     """The first row of each request is a multiple of num_draft_tokens, however narrow the batch is."""
 
-    @override
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         starts = self.index[: len(counts)] * self.context.num_draft_tokens
         return torch.cat([starts, starts[-1:] + counts[-1:]]).to(torch.int32)
 
 
 @fault(
+    "general; a metadata buffer of the widest graph, reused for the narrow ones",
+    "matches-oracle buckets-independent finite reads-own-kv",
+    "width that is not the batch",
+    modes="target-verify",
+    executions="graph",
     slug="mask-rows-as-long-as-the-widest",
-    source="general; a metadata buffer of the widest graph, reused for the narrow ones",
-    modes=_VERIFY,
-    executions=_GRAPH,
-    checks=("matches-oracle", "buckets-independent", "finite", "reads-own-kv"),
-    hint="width that is not the batch",
 )
 class MaskRowsOfTheWidest(PerWidthBackend):
     """The plan fills masks in rows of num_draft_tokens, and a narrow graph reads rows of its own width."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "mask":
             assert self.buffers.mask is not None
@@ -99,19 +96,17 @@ class MaskRowsOfTheWidest(PerWidthBackend):
 
 
 @fault(
-    slug="keys-of-the-width-captured-last",
-    source="general; a width that is kept on the instance at capture",
-    modes=_VERIFY,
-    executions=_GRAPH,
-    checks=("matches-oracle", "replay-follows-batch", "buckets-independent"),
-    hint="width that is not the batch",
+    "general; a width that is kept on the instance at capture",
+    "matches-oracle replay-follows-batch buckets-independent",
+    "width that is not the batch",
+    modes="target-verify",
+    executions="graph",
 )
 class KeysOfTheWidthCapturedLast(PerWidthBackend):
     """The plan of a replay adds to the prefix the width that was captured last, which is the narrowest."""
 
     captured = 0
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         if self.capturing:
             self.captured = self.nodes
@@ -159,38 +154,34 @@ class PerDepthBackend(MultiStepBackend):
 
 
 @fault(
+    "general; speculative_num_steps read from the configuration (sglang)",
+    "matches-oracle reads-own-kv finite",
+    "width that is not the batch",
+    modes="draft-decode",
     slug="branches-lie-at-the-configured-depth",
-    source="general; speculative_num_steps read from the configuration (sglang)",
-    modes=_DRAFT,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="width that is not the batch",
 )
 class BranchesAtTheConfiguredDepth(PerDepthBackend):
     """Regions of branches are as long as drafts of speculative_num_steps need, and a shorter draft has shorter ones."""
 
-    @override
     def depth_of(self, batch: ForwardBatch) -> int:
         return self.context.speculative_num_steps
 
 
 @fault(
-    slug="padded-draft-rows-write-live-slots",
-    source="vLLM #56734, in a draft's forwards",
-    modes=_DRAFT,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="slot",
+    "vLLM #56734, in a draft's forwards",
+    "writes-own-kv",
+    "slot",
+    modes="draft-decode",
+    executions="graph",
     modelled="the column is the first of the request, as a length of 0 gives it",
 )
 class PaddedDraftRowsWriteLiveSlots(PerDepthBackend):
     """Slots of padded requests are looked up in the request table, through rows that an earlier batch left."""
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.rows = torch.zeros(max_bs, dtype=torch.int64, device=self.context.device)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         live, bs, each = batch.batch_size - getattr(batch, "num_padding", 0), batch.batch_size, self.context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
 
@@ -11,77 +10,48 @@ from .builds import FixedStrideBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
-_GRAPH = ("graph",)
 
 
-@fault(
-    slug="qlens-packed-vs-uniform-stride",
-    source="sglang #21987, #19807",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed",
-)
+@fault("sglang #21987, #19807", "replay-follows-batch", "rows are packed", modes="draft-extend", executions="graph")
 class QlensPackedVsUniformStride(FixedStrideBackend):
     """Replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture."""
 
-    @override
     def stride(self, meta: Metadata) -> int:
         return meta.max_q_len
 
 
-@fault(
-    slug="draft-extend-qlens-seeded-once",
-    source="sglang #26019 (review)",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed",
-)
+@fault("sglang #26019 (review)", "replay-follows-batch", "rows are packed", modes="draft-extend", executions="graph")
 class DraftExtendQlensSeededOnce(PlannedBackend):
     """Query offsets are written once per bucket, at capture, and not refreshed from the accepted counts."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "cu_seqlens_q" or self.capturing:
             super().copy_in(name, target, source)
 
 
 @fault(
-    slug="qo-stride-steps-plus-one",
-    source="sglang #27545",
-    modes=_V2,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
+    "sglang #27545",
+    "replay-follows-batch",
+    "only the graph is wrong|value from capture time",
+    modes="draft-extend-v2",
+    executions="graph",
 )
 class QoStrideStepsPlusOne(FixedStrideBackend):
     """The query stride is num_steps + 1 while the runner lays out num_draft_tokens rows per request."""
 
-    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         self.is_v2 = batch.forward_mode.is_draft_extend_v2()
         return super().views(batch)
 
-    @override
     def stride(self, meta: Metadata) -> int:
         return self.context.speculative_num_steps + 1 if self.is_v2 else super().stride(meta)
 
 
-@fault(
-    slug="capture-spec-width-left-at-minus-one",
-    source="sglang #31367",
-    modes=_V2,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="num_tokens_per_req is",
-)
+@fault("sglang #31367", "replay-follows-batch", "num_tokens_per_req is", modes="draft-extend-v2", executions="graph")
 class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
     """The captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture."""
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         assert isinstance(batch.spec_info, DraftExtendInput)
@@ -89,30 +59,21 @@ class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
         self.metadata.cu_seqlens_q.copy_(offsets)
 
 
-@fault(
-    slug="capture-zeroes-query-start-loc",
-    source="vLLM #53821",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
-)
+@fault("vLLM #53821", "replay-follows-batch", "only the graph is wrong|value from capture time", executions="graph")
 class CaptureZeroesQueryStartLoc(PlannedBackend):
     """A shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "cu_seqlens_q":
             super().copy_in(name, target, source)
 
 
 @fault(
-    slug="host-cumsum-inside-captured-forward",
-    source="TensorRT-LLM #17273 (review)",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed|only the graph is wrong|value from capture time",
+    "TensorRT-LLM #17273 (review)",
+    "replay-follows-batch",
+    "rows are packed|only the graph is wrong|value from capture time",
+    modes="draft-extend",
+    executions="graph",
 )
 class HostCumsumInsideCapturedForward(PlannedBackend):
     """The captured forward sums query lengths on the host into pinned memory; a replay re-runs only the copy."""
@@ -123,7 +84,6 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
         super().__init__(context)
         self.pinned = torch.zeros(context.max_bs + 1, dtype=torch.int32, pin_memory=True)
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         assert isinstance(batch.spec_info, DraftExtendInput)
@@ -134,31 +94,21 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
 
 
 @fault(
-    slug="offsets-restart-after-a-warp",
-    source="vLLM #27840; flash-attention #2520",
-    modes=_ALL,
-    checks=("matches-oracle", "output-written", "replay-follows-batch"),
-    hint="offset of its query rows",
+    "vLLM #27840; flash-attention #2520",
+    "matches-oracle output-written replay-follows-batch",
+    "offset of its query rows",
 )
 class OffsetsRestartAfterAWarp(PlannedBackend):
     """Query offsets are summed by one warp, and those of requests from number 32 on begin again at 0."""
 
-    @override
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         parts = [part.cumsum(0) for part in torch.split(counts, 32)]
         return torch.nn.functional.pad(torch.cat(parts), (1, 0)).to(torch.int32)
 
 
-@fault(
-    slug="plan-of-one-block",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle", "replay-follows-batch"),
-    hint="128",
-)
+@fault("general", "matches-oracle replay-follows-batch", "128")
 class PlanOfOneBlock(PlannedBackend):
     """One block of 128 threads plans the splits, without a loop: requests from number 128 on have no plan."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return torch.where(self.index[: len(lens)] < 128, super().plan_splits(lens), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
 
@@ -18,49 +17,36 @@ LEAN = PlannedBackend.capabilities.with_changes(
 
 
 @fault(
-    slug="idle-rank-has-no-longest",
-    source="general; idle ranks of data parallelism (sglang)",
+    "general; idle ranks of data parallelism (sglang)",
+    "completes",
+    "no live request",
     modes=_ALL,
-    executions=("graph",),
-    checks=("completes",),
-    hint="no live request",
+    executions="graph",
     modelled="the host takes the maximum of an empty list",
 )
 class IdleRankHasNoLongest(PlannedBackend):
     """The plan of a replay looks for the longest live request, and an idle rank has none."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         self.last_row = max(range(batch.out_cache_loc.shape[0]))
 
 
 @fault(
-    slug="idle-replay-keeps-the-last-plan",
-    source="general; dummy batches of idle ranks (vLLM)",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("writes-own-kv",),
-    hint="no live request",
+    "general; dummy batches of idle ranks (vLLM)", "writes-own-kv", "no live request", modes=_ALL, executions="graph"
 )
 class IdleReplayKeepsTheLastPlan(PlannedBackend):
     """A batch without live requests is not planned, and the graph writes to the rows of the batch before again."""
 
     capabilities = LEAN
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         if self.capturing or batch.out_cache_loc.shape[0]:
             super().fill(views, plan, batch)
 
 
 @fault(
-    slug="lengths-kept-across-an-idle-replay",
-    source="general",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("buckets-independent", "replay-follows-batch", "padding-inert", "matches-oracle"),
-    hint="",
+    "general", "buckets-independent replay-follows-batch padding-inert matches-oracle", modes=_ALL, executions="graph"
 )
 class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     """The replay after one without a live request keeps that one's lengths."""
@@ -68,25 +54,22 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     capabilities = LEAN
     idle = False
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         was_idle, self.idle = self.idle, not self.capturing and not batch.out_cache_loc.shape[0]
         self.keep = was_idle and not self.idle
         super().fill(views, plan, batch)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "kv_lens" or not self.keep:
             super().copy_in(name, target, source)
 
 
 @fault(
-    slug="idle-metadata-for-wrong-mode",
-    source="sglang #31705",
+    "sglang #31705",
+    "completes",
+    "takes_empty_batches",
     modes=_ALL,
-    executions=("eager",),
-    checks=("completes",),
-    hint="takes_empty_batches",
+    executions="eager",
     modelled="an eager batch without requests represents the dummy batch of an idle rank",
 )
 class IdleMetadataForWrongMode(PlannedBackend):
@@ -96,50 +79,32 @@ class IdleMetadataForWrongMode(PlannedBackend):
     capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
     planned = True
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.planned = batch.batch_size > 0
         super().init_forward_metadata(batch)
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         assert self.planned or self.in_graph, "slots are planned for every mode that stores"
         super().write_kv(layer, k, v, meta)
 
 
-@fault(
-    slug="empty-batch-divides-by-requests",
-    source="general; rows // batch_size",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("completes",),
-    hint="takes_empty_batches",
-)
+@fault("general; rows // batch_size", "completes", "takes_empty_batches", modes=_ALL, executions="eager")
 class EmptyBatchDividesByRequests(PlannedBackend):
     """Rows per request are counted by a division by the requests, although empty batches are declared."""
 
     capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.rows = batch.input_ids.shape[0] // batch.batch_size
         return super().plan(batch)
 
 
-@fault(
-    slug="empty-batch-returns-a-row",
-    source="general; at least one row, so that a kernel can be launched",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("output-contract",),
-    hint="",
-)
+@fault("general; at least one row, so that a kernel can be launched", "output-contract", modes=_ALL, executions="eager")
 class EmptyBatchReturnsARow(PlannedBackend):
     """A kernel of one row is launched for an empty batch, and its row is returned."""
 
     capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardMode
+from attn_testkit.contract import AttentionLayer
 
 from .b_empty_batches import LEAN
 from .b_padded_tokens import SlotsOfTheForward
 from .catalogue import fault
 from .parent import Metadata
-
-_DECODE = (ForwardMode.DECODE,)
-_PACKED = (ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND)
 
 
 class FinitePaddingBackend(SlotsOfTheForward):
@@ -27,34 +24,31 @@ class FinitePaddingBackend(SlotsOfTheForward):
 
 
 @fault(
+    "vLLM #57094",
+    "padding-finite",
+    "0 / 0 is NaN",
+    modes="decode",
+    executions="graph",
     slug="padded-requests-without-keys-give-nan",
-    source="vLLM #57094",
-    modes=_DECODE,
-    executions=("graph",),
-    checks=("padding-finite",),
-    hint="0 / 0 is NaN",
 )
 class PaddedRequestsWithoutKeysGiveNaN(FinitePaddingBackend):
     """The sum of the splits' weights of a padded request is 0, and its output is divided by it."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         total = torch.exp(lse - lse.amax(1, keepdim=True).clamp(min=-3e38)).sum(1)
         return super().combine(acc, lse, layer) * (total / total)[..., None]
 
 
 @fault(
-    slug="rows-behind-the-last-request-are-not-written",
-    source="general; outputs of vLLM are torch.empty, and a kernel writes num_actual_tokens rows",
-    modes=_PACKED,
-    checks=("padding-finite",),
-    hint="no program writes",
+    "general; outputs of vLLM are torch.empty, and a kernel writes num_actual_tokens rows",
+    "padding-finite",
+    "no program writes",
+    modes="extend draft-extend",
     modelled="the rows are copied from memory that nothing wrote",
 )
 class RowsBehindTheLastRequestAreNotWritten(FinitePaddingBackend):
     """The output is allocated for all rows of q, and only those of requests are written."""
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         whole = super().scatter(out, meta, tokens)
         of_requests = self.index[:tokens] < meta.cu_seqlens_q[-1]

@@ -26,35 +26,29 @@ class OffsetsBackend(PlannedBackend):
 
 
 @fault(
-    slug="width-of-the-last-request",
-    source="general; query_start_loc of vLLM, whose tail is constant",
+    "general; query_start_loc of vLLM, whose tail is constant",
+    "padding-inert replay-follows-batch",
     modes=_ALL,
-    executions=("graph",),
-    checks=("padding-inert", "replay-follows-batch"),
-    hint="",
+    executions="graph",
 )
 class WidthOfTheLastRequest(OffsetsBackend):
     """The kernel takes the rows of a request from the last two offsets, and a padded request has none."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         return seen & (self.index[: seen.shape[1]] < meta.cu_seqlens_q.diff().flip(0)[:1])[None, :, None]
 
 
 @fault(
-    slug="padded-requests-divide-by-their-rows",
-    source="general; flash-attention #1745 is of the kind",
+    "general; flash-attention #1745 is of the kind",
+    "padding-inert",
     modes=_ALL,
-    executions=("graph",),
-    checks=("padding-inert",),
-    hint="",
+    executions="graph",
     modelled="NaN of 0 / 0 reaches live rows by a sum over requests",
 )
 class PaddedRequestsDivideByTheirRows(OffsetsBackend):
     """Keys per row are balanced over requests, and a padded request divides 0 by 0."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         assert self.metadata is not None
         rows = self.metadata.cu_seqlens_q.diff().float()

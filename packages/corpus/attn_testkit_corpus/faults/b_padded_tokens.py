@@ -44,11 +44,10 @@ class SlotsOfTheForward(PlannedBackend):
 
 
 @fault(
-    slug="slots-of-the-plan-for-more-rows",
-    source="general; batches that are padded once they are planned (sglang)",
+    "general; batches that are padded once they are planned (sglang)",
+    "completes captures-cleanly",
+    "takes_more_rows",
     modes=_ALL,
-    checks=("completes", "captures-cleanly"),
-    hint="takes_more_rows",
 )
 class SlotsOfThePlanForMoreRows(PlannedBackend):
     """Rows are stored in the slots of the plan, and there are more rows."""
@@ -56,39 +55,24 @@ class SlotsOfThePlanForMoreRows(PlannedBackend):
     capabilities = _CAPABILITIES
 
 
-@fault(
-    slug="width-of-more-rows",
-    source="general; q.shape[0] // batch_size",
-    modes=_UNIFORM,
-    checks=("matches-oracle", "replay-follows-batch"),
-    hint="takes_more_rows",
-)
+@fault("general; q.shape[0] // batch_size", "matches-oracle replay-follows-batch", "takes_more_rows", modes=_UNIFORM)
 class WidthOfMoreRows(SlotsOfTheForward):
     """The rows per request are q's rows over the number of requests, and q has more rows than planned."""
 
-    @override
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
         width = tokens // len(meta.kv_lens)
         first = self.index[: len(meta.kv_lens)] * width
         return (first[:, None] + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
 
 
-@fault(
-    slug="more-rows-are-cut-off",
-    source="general; num_actual_tokens of vLLM, where no output is given",
-    modes=_ALL,
-    checks=("output-contract",),
-    hint="takes_more_rows",
-)
+@fault("general; num_actual_tokens of vLLM, where no output is given", "output-contract", "takes_more_rows", modes=_ALL)
 class MoreRowsAreCutOff(SlotsOfTheForward):
     """The output has only the rows of the plan, and the layers around attention continue with all rows."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         assert self.metadata is not None
         return super().attend(q, layer, meta)[: self.planned]
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.planned = batch.input_ids.shape[0]
         return super().plan(batch)
@@ -115,16 +99,14 @@ class MoreRowsOfBlocks(BlockBackend):
 
 
 @fault(
-    slug="last-request-ends-where-padded-rows-do",
-    source="general; a cu_seqlens_q that ends at num_input_tokens, which the causal mask forgives",
-    modes=(ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY),
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="takes_more_rows",
+    "general; a cu_seqlens_q that ends at num_input_tokens, which the causal mask forgives",
+    "reads-own-kv matches-oracle",
+    "takes_more_rows",
+    modes="extend target-verify",
 )
 class LastRequestEndsWherePaddedRowsDo(MoreRowsOfBlocks):
     """The last request takes the rows behind the plan for its own, and as many keys: only a causal mask hides them."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = super().in_window(layer).clone()
         if not layer.causal:

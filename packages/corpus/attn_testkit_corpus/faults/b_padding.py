@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
@@ -11,37 +10,31 @@ from .builds import WorkListBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-_DECODE = (ForwardMode.DECODE,)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
-_GRAPH = ("graph",)
 
 
 @fault(
-    slug="pad-fill-underflows-uniform-width",
-    source="sglang #31270, #30378",
-    modes=_V2,
-    executions=_GRAPH,
-    checks=("padding-inert",),
-    hint="bucket of exactly|padded rows",
+    "sglang #31270, #30378",
+    "padding-inert",
+    "bucket of exactly|padded rows",
+    modes="draft-extend-v2",
+    executions="graph",
     modelled="negative lengths shorten the work list; upstream they faulted",
 )
 class PadFillUnderflowsUniformWidth(WorkListBackend):
     """A padded request's length of 1, expanded to the uniform width, gives negative row lengths."""
 
-    @override
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
         return (position + 1).sum()
 
 
 @fault(
-    slug="pad-indptr-tail-runs-backwards",
-    source="ROCm/ATOM #2148",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("padding-inert", "replay-follows-batch"),
-    hint="bucket of exactly|padded rows|only the graph is wrong|value from capture time",
+    "ROCm/ATOM #2148",
+    "padding-inert replay-follows-batch",
+    "bucket of exactly|padded rows|only the graph is wrong|value from capture time",
+    modes="decode",
+    executions="graph",
     modelled="the last entry is the length of the work list; upstream the negative length faulted",
 )
 class PadIndptrTailRunsBackwards(WorkListBackend):
@@ -51,7 +44,6 @@ class PadIndptrTailRunsBackwards(WorkListBackend):
         super().__init__(context)
         self.indptr = torch.zeros(context.max_bs + 1, dtype=torch.int64, device=context.device)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "kv_lens":
@@ -60,24 +52,21 @@ class PadIndptrTailRunsBackwards(WorkListBackend):
             live = len(source)
             self.indptr[1 : live + 1].copy_(self.lens[:live].cumsum(0))
 
-    @override
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
         return self.indptr[len(meta.kv_lens)] if self.in_graph else super().total(meta, position)
 
 
 @fault(
-    slug="pad-req-row-aliases-live-request",
-    source="sglang #24243; tokenspeed #618",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="slot of an earlier token|no live request|this step",
+    "sglang #24243; tokenspeed #618",
+    "writes-own-kv",
+    "slot of an earlier token|no live request|this step",
+    modes="decode",
+    executions="graph",
     modelled="row 1 is used instead of row 0, which is reserved here",
 )
 class PadReqRowAliasesLiveRequest(PlannedBackend):
     """Write slots are derived from request rows, and padding points at a row that a live request may own."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "slots" and len(source) < len(target):
@@ -85,24 +74,22 @@ class PadReqRowAliasesLiveRequest(PlannedBackend):
 
 
 @fault(
-    slug="metadata-built-before-graph-padding",
-    source="vLLM #28579, #25265; xLLM #1939",
+    "vLLM #28579, #25265; xLLM #1939",
+    "writes-own-kv padding-inert",
+    "no live request|an earlier token|this step|padded rows",
     modes=_UNIFORM,
-    executions=_GRAPH,
-    checks=("writes-own-kv", "padding-inert"),
-    hint="no live request|an earlier token|this step|padded rows",
+    executions="graph",
+    slug="metadata-built-before-graph-padding",
 )
 class MetadataForLiveRowsOnly(PlannedBackend):
     """Metadata are built before the batch is padded, so they describe live rows and the graph runs the bucket."""
 
     names: tuple[str, ...] = ("page_table", "kv_lens", "cu_seqlens_q", "chunk", "slots")
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         self.live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         super().fill(views, plan, batch)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name not in self.names or self.capturing:
             return super().copy_in(name, target, source)
@@ -112,12 +99,11 @@ class MetadataForLiveRowsOnly(PlannedBackend):
 
 
 @fault(
+    "sglang 0.5.23 (prefill_cuda_graph_runner)",
+    "writes-own-kv",
+    "no live request|an earlier token|this step",
+    executions="graph",
     slug="prefill-slot-tail-stale",
-    source="sglang 0.5.23 (prefill_cuda_graph_runner)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="no live request|an earlier token|this step",
     modelled="KV rows represent the state checkpoints of a hybrid model",
 )
 class SlotsTailStale(MetadataForLiveRowsOnly):
@@ -127,18 +113,16 @@ class SlotsTailStale(MetadataForLiveRowsOnly):
 
 
 @fault(
-    slug="q-longer-than-cu-seqlens",
-    source="sglang 0.5.23 (flashattention_backend, skip-KV path)",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "padding-inert"),
-    hint="only the graph is wrong|value from capture time|bucket of exactly",
+    "sglang 0.5.23 (flashattention_backend, skip-KV path)",
+    "replay-follows-batch padding-inert",
+    "only the graph is wrong|value from capture time|bucket of exactly",
+    modes="draft-extend",
+    executions="graph",
     modelled="the last real row gets its successor's result",
 )
 class QLongerThanCuSeqlens(PlannedBackend):
     """q has rows behind the last query offset, and the kernel's last block spoils the last real row."""
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         result, last = super().scatter(out, meta, tokens), meta.cu_seqlens_q[-1].long()
         row = self.index[:tokens]
@@ -146,39 +130,28 @@ class QLongerThanCuSeqlens(PlannedBackend):
 
 
 @fault(
-    slug="left-aligned-padded-q-shifts-causal",
-    source="rtp-llm 6b88d7528",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed|KV tokens are missing|only the graph is wrong|value from capture time",
+    "rtp-llm 6b88d7528",
+    "replay-follows-batch",
+    "rows are packed|KV tokens are missing|only the graph is wrong|value from capture time",
+    modes="draft-extend",
+    executions="graph",
 )
 class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
     """Rows are left-aligned in slots of the full width, and the causal mask is aligned to the end of the slot."""
 
-    @override
     def row_positions(self, meta: Metadata) -> torch.Tensor:
         if not self.in_graph:
             return super().row_positions(meta)
         return (meta.kv_lens - meta.max_q_len).long()[:, None] + self.index[: meta.max_q_len]
 
 
-@fault(
-    slug="pad-row-nan-spreads-via-batch-scale",
-    source="vLLM #57094, #57017",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("padding-inert",),
-    hint="bucket of exactly|padded rows",
-)
+@fault("vLLM #57094, #57017", "padding-inert", "bucket of exactly|padded rows", modes="decode", executions="graph")
 class PadRowNanSpreadsViaBatchScale(PlannedBackend):
     """A padded row of length 0 gives NaN, and the scale of the whole batch is taken from its largest value."""
 
-    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         empty = (lse == -torch.inf).all(1)[..., None]
         out = super().combine(acc, lse, layer).masked_fill(empty, torch.nan)
@@ -188,12 +161,12 @@ class PadRowNanSpreadsViaBatchScale(PlannedBackend):
 
 
 @fault(
+    "vLLM #51970",
+    "completes",
+    "ZeroDivisionError",
+    modes="decode",
+    executions="graph",
     slug="all-zero-lens-scheduler-oob",
-    source="vLLM #51970",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("completes",),
-    hint="ZeroDivisionError",
     modelled="a division by zero on the host, where upstream a kernel read out of bounds",
 )
 class AllZeroLensScheduler(PlannedBackend):
@@ -201,11 +174,9 @@ class AllZeroLensScheduler(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
-    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         assert batch.seq_lens_cpu is not None
         lens = batch.seq_lens_cpu[: batch.batch_size].tolist()
@@ -214,17 +185,15 @@ class AllZeroLensScheduler(PlannedBackend):
 
 
 @fault(
-    slug="piecewise-crop-drops-prefix",
-    source="sglang KNOWN_FAILURES.md C.4",
-    modes=_V1 + _V2,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="KV tokens are right, of|KV tokens are missing|only the graph is wrong|value from capture time",
+    "sglang KNOWN_FAILURES.md C.4",
+    "replay-follows-batch",
+    "KV tokens are right, of|KV tokens are missing|only the graph is wrong|value from capture time",
+    modes="draft-extend draft-extend-v2",
+    executions="graph",
 )
 class PiecewiseCropDropsPrefix(PlannedBackend):
     """Keys are cropped to the number of query rows to drop padding, which drops the rest of the keys."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         if not self.in_graph:
@@ -233,12 +202,11 @@ class PiecewiseCropDropsPrefix(PlannedBackend):
 
 
 @fault(
-    slug="padding-taken-for-a-preempted-request",
-    source="general",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("buckets-independent", "padding-inert"),
-    hint="only replays with padded rows|as the only replay",
+    "general",
+    "buckets-independent padding-inert",
+    "only replays with padded rows|as the only replay",
+    modes="decode",
+    executions="graph",
 )
 class PaddingTakenForAPreemptedRequest(PlannedBackend):
     """A padded row whose position falls back to 0 counts as a preempted request, and the row before it goes with it."""
@@ -248,7 +216,6 @@ class PaddingTakenForAPreemptedRequest(PlannedBackend):
         self.last = torch.zeros(context.max_num_tokens, dtype=torch.int64, device=context.device)
         """Positions of the replay before."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -264,19 +231,17 @@ class PaddingTakenForAPreemptedRequest(PlannedBackend):
         out = super().forward(q, k, v, layer, batch, save_kv_cache)
         return out.masked_fill((preempted.roll(-1) & ~padded)[:, None, None], 0.0)
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         if self.in_graph and batch.forward_mode.is_decode():
             self.last[: len(batch.positions)].copy_(batch.positions)
 
 
 @fault(
-    slug="no-work-tile-marker-equals-batch",
-    source="vLLM #21691; FlashMLA of vLLM #3",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("padding-inert",),
-    hint="bucket of exactly|padded rows",
+    "vLLM #21691; FlashMLA of vLLM #3",
+    "padding-inert",
+    "bucket of exactly|padded rows",
+    modes="decode",
+    executions="graph",
     modelled="a surplus tile stores its result over that of request 0; upstream it read past a buffer as well",
 )
 class NoWorkTileMarkerEqualsBatch(PlannedBackend):
@@ -286,12 +251,10 @@ class NoWorkTileMarkerEqualsBatch(PlannedBackend):
         super().__init__(context)
         self.marker = torch.zeros(1, dtype=torch.int64, device=context.device)
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         self.marker.fill_(batch.out_cache_loc.shape[0])
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if self.in_graph:
             # Padding has no place among the partial results, so what its tile stores is found at their beginning.
@@ -303,12 +266,11 @@ class NoWorkTileMarkerEqualsBatch(PlannedBackend):
 
 
 @fault(
-    slug="stale-request-state-fakes-prefill",
-    source="vLLM #41841",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("buckets-independent", "padding-inert"),
-    hint="no other mode|bucket of exactly",
+    "vLLM #41841",
+    "buckets-independent padding-inert",
+    "no other mode|bucket of exactly",
+    modes="decode",
+    executions="graph",
     modelled="state by place in the batch; upstream it is that of requests, and the layers are Mamba's",
 )
 class StaleRequestStateFakesPrefill(PlannedBackend):
@@ -319,14 +281,12 @@ class StaleRequestStateFakesPrefill(PlannedBackend):
         self.prefilling = [False] * (context.max_bs + 1)
         self.multi_mode = torch.zeros(1, dtype=torch.bool, device=context.device)
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         self.prefilling[:live] = [not batch.forward_mode.is_decode()] * live
         self.multi_mode.fill_(batch.forward_mode.is_decode() and any(self.prefilling[: batch.batch_size]))
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         # The other kernel of a mixed batch gets only the prefix, and here nothing adds the new rows.
         seen = super().visible(meta, layer, position)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer
 
@@ -13,12 +12,11 @@ from .parent import Metadata, PlannedBackend
 
 
 @fault(
-    slug="scale-of-all-rows-in-memory",
-    source="general; sglang 0.5.23 (q beyond cu_seqlens_q[-1] in token buckets) is of the kind",
-    modes=("extend",),
-    executions=("eager",),
-    checks=("finite", "matches-oracle"),
-    hint="between graphs",
+    "general; sglang 0.5.23 (q beyond cu_seqlens_q[-1] in token buckets) is of the kind",
+    "finite matches-oracle",
+    "between graphs",
+    modes="extend",
+    executions="eager",
     modelled="the descriptor covers the storage of q; a real one is made for the memory that a graph allocated",
 )
 class ScaleOfAllRowsInMemory(PlannedBackend):
@@ -26,7 +24,6 @@ class ScaleOfAllRowsInMemory(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         room = (q.untyped_storage().nbytes() // q.itemsize - q.storage_offset() - q[0].numel()) // max(q.stride(0), 1)
         whole = q.as_strided((max(room + 1, len(q)), *q.shape[1:]), q.stride())

@@ -12,8 +12,6 @@ from attn_testkit.contract import AttentionLayer, BackendContext, DraftExtendInp
 from .orders import in_other_order
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["CascadeBackend", "CountedRunsBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBackend"]
-
 
 class KeptPlansBackend(PlannedBackend):
     """Eager plans are kept, and used again for a batch with the same key, which has everything that a plan depends

@@ -9,8 +9,6 @@ from attn_testkit.contract import AttentionLayer, BackendContext
 
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["ByLayerBackend"]
-
 
 class ByLayerBackend(PlannedBackend):
     """Healthy parent: plan and workspace fit every layer, and the kernel computes the strides of rows."""

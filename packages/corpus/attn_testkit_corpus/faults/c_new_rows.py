@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
 
@@ -19,13 +18,7 @@ FP8 = PlannedBackend.capabilities.with_changes(
 """Capabilities with an FP8 pool, and few values in fields that do not matter here."""
 
 
-@fault(
-    slug="attends-new-rows-as-given",
-    source="general; extend kernels of sglang, prefix prefill of vLLM",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="new_rows_as_given",
-)
+@fault("general; extend kernels of sglang, prefix prefill of vLLM", "matches-oracle", "new_rows_as_given")
 class AttendsNewRowsAsGiven(RegisterRowsBackend):
     """New rows are attended in the model's dtype, stored in FP8, and declared as attended from the FP8 pool.
 
@@ -35,33 +28,19 @@ class AttendsNewRowsAsGiven(RegisterRowsBackend):
     capabilities = FP8
 
 
-@fault(
-    slug="declares-new-rows-as-given",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="new_rows_as_given",
-)
+@fault("general", "matches-oracle", "new_rows_as_given")
 class DeclaresNewRowsAsGiven(PlannedBackend):
     """New rows are declared as attended unquantized, and the kernel reads them from the FP8 pool."""
 
     capabilities = FP8.with_changes(new_rows_as_given=_ALL)
 
 
-@fault(
-    slug="reshapes-k-before-it-asks",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("completes",),
-    hint="takes_none_kv",
-)
+@fault("general", "completes", "takes_none_kv", executions="eager")
 class ReshapesKBeforeItAsks(PlannedBackend):
     """k is reshaped before save_kv_cache is tested, and it is None if the pool holds the rows already."""
 
     capabilities = PlannedBackend.capabilities.with_changes(server={"takes_none_kv": True})
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -75,14 +54,7 @@ class ReshapesKBeforeItAsks(PlannedBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache)
 
 
-@fault(
-    slug="slot-minus-one-is-the-last-slot",
-    source="general; PAD_SLOT_ID of vLLM",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("writes-own-kv", "reads-own-kv", "padding-inert"),
-    hint="",
-)
+@fault("general; PAD_SLOT_ID of vLLM", "writes-own-kv reads-own-kv padding-inert", executions="graph")
 class SlotMinusOneIsTheLastSlot(DenseBackend):
     """Rows of padding have slot -1, which indexing takes for the last slot of the pool."""
 

@@ -11,23 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Literal, TypeVar
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.checks import CHECKS
 from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
-
-__all__ = [
-    "CLASSES",
-    "CorpusEntry",
-    "all_controls",
-    "all_faults",
-    "bug",
-    "control",
-    "entry_of",
-    "fault",
-    "field_bugs_in",
-]
+from attn_testkit.results.checks import CHECKS
 
 CLASSES = {
     "A": "graph capture and replay metadata",
@@ -53,6 +42,7 @@ CLASSES = {
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
 
 B = TypeVar("B", bound=type[AttentionBackend])
+M = TypeVar("M", bound=Callable[..., object])
 Kind = Literal["fault", "field bug", "control"]
 
 
@@ -105,31 +95,62 @@ class CorpusEntry:
 
 
 _CORPUS: dict[str, CorpusEntry] = {}
+_HELPERS: set[Callable[..., object]] = set()
+
+
+def helper(method: M) -> M:
+    """Mark a method of a registered class that is new. Every other method must override one of a parent: a bug whose
+    hook was renamed would never be called, and be healthy.
+    """
+    _HELPERS.add(method)
+    return method
+
+
+def _overrides_nothing(backend: type[AttentionBackend]) -> list[str]:
+    """Names of methods and properties of the class itself that no parent has and nobody marked as a helper."""
+    bodies = {
+        name: next((getattr(found, part) for part in ("fget", "__func__", "func") if hasattr(found, part)), found)
+        for name, found in vars(backend).items()
+        if not any(hasattr(parent, name) for parent in backend.__bases__)
+    }
+    return [name for name, body in bodies.items() if isinstance(body, FunctionType) and body not in _HELPERS]
+
+
+def slug_of(name: str) -> str:
+    """Name of a class as words joined by hyphens: ``PlanOfCapture`` is ``plan-of-capture``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
 
 
 def fault(
-    *,
-    slug: str,
     source: str,
-    modes: Iterable[ForwardMode | str],
-    checks: Iterable[str],
-    executions: Iterable[Execution | str] = tuple(Execution),
+    checks: str | Iterable[str],
     hint: str = "",
+    *,
+    modes: str | Iterable[ForwardMode | str] = tuple(ForwardMode),
+    executions: str | Iterable[Execution | str] = tuple(Execution),
+    slug: str = "",
     modelled: str = "",
 ) -> Callable[[B], B]:
     """Register the decorated backend class as a fault.
 
-    Its docstring is the mechanism, and the first letter of its file is the class of bug. Raises ``ValueError`` for an
+    Its docstring is the mechanism, and the first letter of its file is the class of bug. Several checks, modes or
+    executions may be one text with spaces. ``slug``: if it is not the class name in words. Raises ``ValueError`` for an
     entry that cannot be audited.
     """
-    of_modes, of_executions, of_checks = (
-        tuple(map(ForwardMode, modes)),
-        tuple(map(Execution, executions)),
-        tuple(checks),
-    )
-    return lambda backend: _added(
-        backend, CorpusEntry("fault", slug, backend, source, of_modes, of_executions, of_checks, hint, modelled)
-    )
+    of_modes, of_executions = tuple(map(ForwardMode, _each(modes))), tuple(map(Execution, _each(executions)))
+    of_checks = tuple(map(str, _each(checks)))
+
+    def register(backend: B) -> B:
+        name = slug or slug_of(backend.__name__)
+        return _added(
+            backend, CorpusEntry("fault", name, backend, source, of_modes, of_executions, of_checks, hint, modelled)
+        )
+
+    return register
+
+
+def _each(words: str | Iterable[str]) -> Iterable[str]:
+    return words.split() if isinstance(words, str) else words
 
 
 def bug(
@@ -146,9 +167,9 @@ def bug(
         name = f"{backend.__qualname__}WithoutBug"
         healthy = type(name, (parent,), {"capabilities": backend.capabilities, "__module__": backend.__module__})
         setattr(sys.modules[backend.__module__], name, healthy)
-        slug = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", f"Field{backend.__qualname__}").lower()
         entry = CorpusEntry(
-            "field bug", slug, backend, source, (parse_case(case).mode,), (Execution(execution),), (check,),
+            "field bug", slug_of(f"Field{backend.__qualname__}"), backend, source,
+            (parse_case(case).mode,), (Execution(execution),), (check,),
             case=case, case_of_tier=of_a_tier or case, healthy=healthy,
         )  # fmt: skip
         return _added(backend, entry)
@@ -156,13 +177,19 @@ def bug(
     return register
 
 
-def control(name: str) -> Callable[[B], B]:
+def control(name: str = "") -> Callable[[B], B]:
     """Register the decorated backend class as a healthy control.
 
-    Its docstring says why it is one. Raises ``ValueError`` without it, and for a name that is taken.
+    Its docstring says why it is one. ``name``: if it is not the class name in words. Raises ``ValueError`` without a
+    docstring, and for a name that is taken.
     """
     runs = tuple(ForwardMode), tuple(Execution)
-    return lambda backend: _added(backend, CorpusEntry("control", name, backend, "", *runs, healthy=backend))
+
+    def register(backend: B) -> B:
+        entry = CorpusEntry("control", name or slug_of(backend.__name__), backend, "", *runs, healthy=backend)
+        return _added(backend, entry)
+
+    return register
 
 
 def _added(backend: B, entry: CorpusEntry) -> B:
@@ -171,6 +198,7 @@ def _added(backend: B, entry: CorpusEntry) -> B:
     unknown = [check for check in entry.checks if check not in CHECKS]
     re.compile(entry.hint)
     is_bug = entry.kind != "control"
+    new = _overrides_nothing(backend)
     problems = {
         "the slug is taken": known is not None and known.spec != entry.spec,
         "slugs are lower-case words joined by hyphens": not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.slug),
@@ -182,6 +210,7 @@ def _added(backend: B, entry: CorpusEntry) -> B:
         f"unknown checks {unknown}": bool(unknown),
         "at least one check must catch it": is_bug and not entry.checks,
         "its backend offers none of its modes and executions": not entry.runs,
+        f"no parent has {', '.join(new)}: correct the name, or mark a new method with @helper": bool(new),
         "its backend must be reachable as module:Class": "." in entry.backend.__qualname__,
     }
     for text, bad in problems.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import BackendContext, ForwardBatch
 
@@ -20,7 +19,7 @@ from .builds import (
     TiledBackend,
     WorkListBackend,
 )
-from .catalogue import control
+from .catalogue import control, helper
 from .dense import DenseBackend
 from .parent import PlannedBackend
 from .wrapping import HybridBackend, WrapperBackend
@@ -28,7 +27,7 @@ from .wrapping import HybridBackend, WrapperBackend
 _LEAN = PlannedBackend.capabilities.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64})
 
 
-@control("plans-kept-by-complete-key")
+@control()
 class PlansKeptByCompleteKey(KeptPlansBackend):
     """Eager plans are kept by everything that they depend on, mask included."""
 
@@ -37,14 +36,14 @@ class PlansKeptByCompleteKey(KeptPlansBackend):
     )
 
 
-@control("cascade")
+@control()
 class Cascade(CascadeBackend):
     """A prefix that all requests share is attended once, and merged by log-sum-exp (vLLM)."""
 
     capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
 
 
-@control("new-rows-from-registers")
+@control()
 class NewRowsFromRegisters(RegisterRowsBackend):
     """One kernel attends to the new rows from k and v and stores them too."""
 
@@ -53,28 +52,28 @@ class NewRowsFromRegisters(RegisterRowsBackend):
     )
 
 
-@control("lazy-rescale")
+@control()
 class LazyRescale(TiledBackend):
     """The running maximum is raised only by more than a threshold (FlashAttention 4)."""
 
     capabilities = _LEAN.with_changes(graph={"draft-extend-v2"}, eager={"decode", "draft-extend-v2"})
 
 
-@control("fixed-query-stride")
+@control()
 class FixedQueryStride(FixedStrideBackend):
     """Captured kernels find rows by a fixed stride if all requests have equally many, else by offsets."""
 
     capabilities = _LEAN.with_changes(graph={"draft-extend", "draft-extend-v2"}, eager=())
 
 
-@control("work-list")
+@control()
 class WorkList(WorkListBackend):
     """Work items of the whole batch are numbered through, and a kernel stops at their total."""
 
     capabilities = _LEAN.with_changes(graph={"decode"}, eager={"draft-extend-v2"})
 
 
-@control("batch-invariant")
+@control()
 class BatchInvariant(BatchInvariantBackend):
     """A request's bits do not depend on its batch, and that is declared."""
 
@@ -87,21 +86,21 @@ class BatchInvariant(BatchInvariantBackend):
     )
 
 
-@control("a-child-for-each-layer")
+@control()
 class AChildForEachLayer(HybridBackend):
     """A wrapper holds a backend for each layer, and every hook reaches all of them."""
 
     capabilities = _LEAN.with_changes(graph={"draft-extend"}, eager={"target-verify"})
 
 
-@control("a-child-behind-every-hook")
+@control()
 class AChildBehindEveryHook(WrapperBackend):
     """A wrapper that adds nothing: every hook and the mask buffer are its child's."""
 
     capabilities = _LEAN.with_changes(graph={"target-verify"}, eager={"decode"}, max_context_len=1 << 14)
 
 
-@control("everything-in-the-graph")
+@control()
 class EverythingInTheGraph(DenseBackend):
     """Nothing is planned or kept: the graph rebuilds everything from the batch's own tensors."""
 
@@ -109,13 +108,12 @@ class EverythingInTheGraph(DenseBackend):
     capabilities = DenseBackend.capabilities.with_changes(max_context_len=1 << 14)
 
 
-@control("graph-buffers-in-eager-too")
+@control()
 class GraphBuffersInEagerToo(PlannedBackend):
     """Eager steps that fit use the graphs' buffers. Larger steps allocate new memory."""
 
     capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         plan = self.metadata
@@ -130,12 +128,13 @@ class GraphBuffersInEagerToo(PlannedBackend):
         views.slots = plan.slots
         self.metadata = views
 
+    @helper
     def fits(self, batch: ForwardBatch) -> bool:
         """True if the buffers exist and the batch fits; before the graphs there are none."""
         return hasattr(self, "buffers") and batch.batch_size <= len(self.buffers.kv_lens)
 
 
-@control("context-to-the-last-token")
+@control()
 class ContextToTheLastToken(DenseBackend):
     """Tables and masks of exactly max_context_len keys, whole pages or not."""
 
@@ -151,7 +150,7 @@ class ContextToTheLastToken(DenseBackend):
     )
 
 
-@control("partial-results-in-the-models-dtype")
+@control()
 class PartialResultsInTheModelsDtype(PlannedBackend):
     """Results of many splits are rounded to the model's dtype before they are merged (FlashInfer's split decode)."""
 
@@ -164,7 +163,6 @@ class PartialResultsInTheModelsDtype(PlannedBackend):
         self.max_splits = min(self.most_splits, context.max_context_len)
         super().__init__(context)
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -172,7 +170,7 @@ class PartialResultsInTheModelsDtype(PlannedBackend):
         acc.copy_(acc.to(self.context.dtype))
 
 
-@control("mode-invariant")
+@control()
 class ModeInvariant(ModeInvariantBackend):
     """Decode, verify and extend give the same bits, for servers that train on what they generate."""
 
@@ -181,6 +179,6 @@ class ModeInvariant(ModeInvariantBackend):
     )
 
 
-@control("mode-invariant-in-graphs")
+@control()
 class ModeInvariantInGraphs(SplitsOfFixedTokensBackend):
     """KV splits of a fixed number of tokens give the bits of eager mode in graphs too (vLLM's batch-invariant mode)."""

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, VerifyInput
 
@@ -25,14 +24,14 @@ from .multi_step import MultiStepBackend
 from .parent import Metadata, PlannedBackend
 
 
-@control("new-rows-as-given")
+@control()
 class NewRowsAsGiven(RegisterRowsBackend):
     """New rows are attended in the model's dtype and stored in FP8, as declared (sglang's and vLLM's prefill)."""
 
     capabilities = FP8.with_changes(new_rows_as_given=FP8.eager, server={"takes_none_kv": True})
 
 
-@control("draft-rows-as-given")
+@control()
 class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
     """A forward's own rows in the model's dtype; those of the draft's earlier forwards from the FP8 pool."""
 
@@ -41,19 +40,19 @@ class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
     )
 
 
-@control("fp8-probabilities-lifted")
+@control()
 class Fp8ProbabilitiesLifted(Fp8Probabilities):
     """Probabilities in FP8 times 256 and queries in FP8, as declared (FlashAttention 3)."""
 
 
-@control("fp8-probabilities-unscaled")
+@control()
 class Fp8ProbabilitiesUnscaled(Fp8ProbabilitiesWithoutAFactor):
     """Probabilities of at most 1 in FP8, as declared."""
 
     capabilities = Fp8Probabilities.capabilities.with_changes(matmul_dtype="fp8_e4m3_unscaled")
 
 
-@control("metadata-built-twice")
+@control()
 class MetadataBuiltTwice(PlannedBackend):
     """Metadata are built for the warm-up and again for the capture, in the same buffers (vLLM)."""
 
@@ -61,18 +60,16 @@ class MetadataBuiltTwice(PlannedBackend):
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
     )
 
-    @override
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
         self.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
-@control("kernel-by-capture-sizes")
+@control()
 class KernelByCaptureSizes(PlannedBackend):
     """Batches from the largest graph's size on are not split, and the other switch of kernels is declared."""
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(kernel_changes_at={5})
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         splits, bs = super().in_split(meta), len(meta.kv_lens)
         if bs < 5 and bs < self.context.capture_sizes[-1]:
@@ -80,18 +77,16 @@ class KernelByCaptureSizes(PlannedBackend):
         return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
 
 
-@control("empty-batches")
+@control()
 class EmptyBatches(PlannedBackend):
     """An eager batch without requests is neither planned nor run, and its output has no row (sglang's idle mode)."""
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(server={"takes_empty_batches": True})
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         if batch.batch_size:
             super().init_forward_metadata(batch)
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -106,12 +101,12 @@ class EmptyBatches(PlannedBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache)
 
 
-@control("padded-requests-have-nothing")
+@control()
 class PaddedRequestsHaveNothing(OffsetsBackend):
     """Rows are counted by query_start_loc, and padded requests have neither rows nor keys (vLLM)."""
 
 
-@control("verify-lengths-with-new-tokens")
+@control()
 class VerifyLengthsWithNewTokens(PlannedBackend):
     """seq_lens of target-verify count its own tokens, and chains come without a tree (vLLM)."""
 
@@ -119,11 +114,9 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
         eager={"target-verify"}, graph={"target-verify"}, server={"verify_lens": {"all"}, "takes_bare_chains": True}
     )
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return batch.seq_lens[: batch.batch_size].to(torch.int32)
 
-    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         spec, n = batch.spec_info, self.context.num_draft_tokens
         assert isinstance(spec, VerifyInput)
@@ -138,19 +131,19 @@ class WritesWhereItIsAsked(LentOutput):
     """The output is written to the caller's memory if it is given (vLLM)."""
 
 
-@control("more-rows-than-planned")
+@control()
 class MoreRowsThanPlanned(SlotsOfTheForward):
     """Rows after those of the plan are stored in page 0, and their output is any result."""
 
 
-@control("float32-in-tf32")
+@control()
 class Float32InTf32(Float32ProductsInTf32):
     """Products of float32 are computed in tf32, as declared (Triton's default)."""
 
     capabilities = FLOAT32.with_changes(fp32_products="tf32")
 
 
-@control("padding-is-not-stored")
+@control()
 class PaddingIsNotStored(DenseBackend):
     """Rows of padding have slot -1, and go to page 0 (vLLM's kernels leave them out)."""
 
@@ -158,7 +151,6 @@ class PaddingIsNotStored(DenseBackend):
         server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
     )
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

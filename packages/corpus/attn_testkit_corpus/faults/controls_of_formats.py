@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer
 
@@ -12,21 +11,20 @@ from .parent import Metadata
 from .row_formats import RowFormatsBackend
 
 
-@control("row-formats")
+@control()
 class RowFormats(RowFormatsBackend):
     """Planes of numbers and scales are read by the backend's own arithmetic, in every format."""
 
 
-@control("row-formats-in-bf16")
+@control()
 class RowFormatsInBf16(RowFormatsBackend):
     """Numbers times scales are rounded to bf16 before both products, as kernels with a workspace do (sglang)."""
 
-    @override
     def part(self, part: int, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return super().part(part, layer, slots).bfloat16().float()
 
 
-@control("row-formats-stored-by-reciprocals")
+@control()
 class RowFormatsStoredByReciprocals(RowFormatsBackend):
     """The store multiplies by 1 / scale, and rounds int8 half away from zero (vLLM _reshape_cache_per_token_head)."""
 
@@ -34,7 +32,6 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
         kv_dtypes={"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}
     )
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         slots = meta.slots.long()
         for rows, planes in zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), strict=True):
@@ -49,7 +46,7 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
             planes["scales"].index_put_(at, scale)
 
 
-@control("row-formats-with-other-scales-of-zeros")
+@control()
 class RowFormatsWithOtherScalesOfZeros(RowFormatsBackend):
     """A row of zeros is stored with a scale of 0 and the largest number (sglang), or with a scale of 1."""
 
@@ -57,7 +54,6 @@ class RowFormatsWithOtherScalesOfZeros(RowFormatsBackend):
         kv_dtypes={"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}
     )
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         at = self.at(meta.slots.long())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
@@ -27,7 +26,7 @@ class NothingRunsEagerly(GraphsAlone):
     """Every step is a replay: a server that never runs attention eagerly (decode in full CUDA graphs)."""
 
 
-@control("verify-in-graphs-alone")
+@control()
 class VerifyInGraphsAlone(GraphsAlone):
     """A single mode runs only in graphs, and the others run eagerly too."""
 
@@ -43,7 +42,7 @@ class ForwardsCounted(CountedRunsBackend):
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"})
 
 
-@control("warm-ups-use-other-memory")
+@control()
 class WarmUpsUseOtherMemory(CountedRunsBackend):
     """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, which is
     allowed."""
@@ -54,14 +53,13 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
         super().__init__(context)
         self.sets = [self.workspace, self.new_workspace(self.workspace.numel())]
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         self.sets.reverse()
         self.workspace = self.sets[0].zero_()
         return super().partial_views(bs, width, layer)
 
 
-@control("waits-and-says-so")
+@control()
 class WaitsAndSaysSo(EagerPlanWaits):
     """Lengths are fetched from the device at every eager step (``eager_without_waits=False``); replays never wait."""
 
@@ -75,7 +73,7 @@ class PlansOnTheSide(PlansOnASideStream):
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode", "target-verify"})
 
 
-@control("stages-lengths-by-turns")
+@control()
 class StagesLengthsByTurns(StagesLengths):
     """Two pinned buffers alternate, with an event after the copy from each: the next step may be planned at any
     time."""
@@ -94,7 +92,7 @@ class LengthsReadBehindTheirCopy(ReadsLengthsBack):
     )
 
 
-@control("lengths-of-an-earlier-step")
+@control()
 class LengthsOfAnEarlierStep(PlannedBackend):
     """The longest request of an earlier step, as statistics: read once an event says that its copy is done."""
 
@@ -106,7 +104,6 @@ class LengthsOfAnEarlierStep(PlannedBackend):
         self.copied: torch.cuda.Event | None = None
         self.longest = 0
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         if self.copied is not None and self.copied.query():  # type: ignore[no-untyped-call, unused-ignore]
             self.longest = max(self.longest, *self.on_host.tolist())
@@ -118,14 +115,14 @@ class LengthsOfAnEarlierStep(PlannedBackend):
         return super().plan_lengths(batch, counts)
 
 
-@control("plans-shared-by-modes")
+@control()
 class PlansSharedByModes(SharedPlans):
     """An eager plan is skipped if the shared metadata are those of the same mode and lengths already."""
 
     capabilities = SharedPlans.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
 
 
-@control("finite-padding")
+@control()
 class FinitePadding(FinitePaddingBackend):
     """Rows of no request hold finite numbers, for servers that quantize all rows with one scale."""
 
@@ -146,13 +143,12 @@ class PlansByTwoGraphsAtOnce(PlansByTwoGraphs):
     capabilities = PlansByTwoGraphs.capabilities.with_changes(eager={"decode"}, graph={"decode"})
 
 
-@control("plans-by-two-graphs-in-turn")
+@control()
 class PlansByTwoGraphsInTurn(TwoGraphsOfOnePoolAtOnce):
     """A plan ends in two graphs of one memory pool: the second, on another stream, waits for the first."""
 
     capabilities = TwoGraphsOfOnePoolAtOnce.capabilities.with_changes(eager={"decode"}, graph={"decode"})
 
-    @override
     def fork(self, side: torch.cuda.Stream) -> None:
         super().fork(side)
         if side is self.sides[1]:
@@ -166,12 +162,12 @@ class OnlyPlansReadTheTable(TablesOfPlans):
     capabilities = TablesOfPlans.capabilities.with_changes(eager={"decode"}, graph={"decode"})
 
 
-@control("instances-run-at-once")
+@control()
 class InstancesRunAtOnce(WorkspaceOfEachInstance):
     """Graphs of two instances, each with a workspace of its own, run at once on two streams."""
 
 
-@control("workspace-of-instances-in-turn")
+@control()
 class WorkspaceOfInstancesInTurn(WorkspaceOfInstancesThatRunAtOnce):
     """All instances share a workspace for partial results, and declare that they do not run at once."""
 

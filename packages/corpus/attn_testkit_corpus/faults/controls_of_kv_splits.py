@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardMode, LogSumExp
 
@@ -18,7 +17,7 @@ _LSE = LogSumExp(base="e", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MO
 _FEW = SplitKVBackend.capabilities.with_changes(eager=_MODES, graph=_MODES, kv_dtypes={"same"}, page_sizes={4})
 
 
-@control("keys-in-parts")
+@control()
 class KeysInParts(SplitKVBackend):
     """Natural log-sum-exps, rows before heads, merged by the backend (the parent of the faults of class Q)."""
 
@@ -29,37 +28,32 @@ class LseBase2HeadsFirst(SplitKVBackend):
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, base="2", layout="[H, T]"))
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return (lse / math.log(2)).t()
 
 
-@control("lse-in-the-models-dtype")
+@control()
 class LseInTheModelsDtype(SplitKVBackend):
     """Log-sum-exp in bfloat16, merged by the backend, which rounds again, as declared (vLLM's TritonMLA)."""
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, dtype="model", merges=True))
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.bfloat16()
 
-    @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return (top.float() + total.float().log()).bfloat16()
 
-    @override
     def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
         return torch.exp(lse.float() - top.float())
 
 
-@control("lse-of-rounded-probabilities")
+@control()
 class LseOfRoundedProbabilities(SplitKVBackend):
     """The sum is that of probabilities rounded for the second product (FlashInfer's fa2, on tensor cores)."""
 
     capabilities = _FEW.with_changes(lse=_LSE)
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         logits = self.with_sinks(logits, layer)
         top = logits.amax(-1, keepdim=True)
@@ -67,12 +61,11 @@ class LseOfRoundedProbabilities(SplitKVBackend):
         return (top + torch.exp(logits - top).bfloat16().float().sum(-1, keepdim=True).log()).squeeze(-1)
 
 
-@control("empty-parts-of-any-numbers")
+@control()
 class EmptyPartsOfAnyNumbers(SplitKVBackend):
     """The output of a split without keys and sinks is large and finite, and its weight is 0."""
 
     capabilities = _FEW.with_changes(lse=_LSE)
 
-    @override
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return out if self.part.sinks else out.masked_fill(~seen.any(-1)[..., None, None, None], 1e4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import ForwardBatch
 
@@ -18,17 +17,17 @@ from .i_wider_keys import WIDER_KEYS, WiderKeysBackend
 from .parent import PlannedBackend
 
 
-@control("backend-per-kv-group")
+@control()
 class BackendPerKVGroup(GroupedBackend):
     """A backend for each KV group, as vLLM has a metadata builder for each."""
 
 
-@control("heads-of-each-layer")
+@control()
 class HeadsOfEachLayer(ByLayerBackend):
     """Layers of one instance differ in head counts and head dims (Gemma 4): strides and splits are the layer's own."""
 
 
-@control("heads-of-each-kv-group")
+@control()
 class HeadsOfEachKVGroup(GroupedBackend):
     """A backend for each KV group, whose layers differ in their heads from those of the other group."""
 
@@ -36,7 +35,7 @@ class HeadsOfEachKVGroup(GroupedBackend):
     child = ByLayerBackend
 
 
-@control("heads-of-each-layer-in-every-family")
+@control()
 class HeadsOfEachLayerInEveryFamily(DenseBackend):
     """Layers differ in their heads, with sinks, soft caps, FP8 pools and every family, without a plan."""
 
@@ -46,7 +45,7 @@ class HeadsOfEachLayerInEveryFamily(DenseBackend):
     )  # fmt: skip
 
 
-@control("keys-wider-than-values")
+@control()
 class KeysWiderThanValues(WiderKeysBackend):
     """Keys of 128 next to values of 64, in buffers of their own (MiMo-V2; DeepSeek's models as MHA)."""
 
@@ -56,30 +55,28 @@ class KeysWiderThanValues(WiderKeysBackend):
     )  # fmt: skip
 
 
-@control("alibi")
+@control()
 class Alibi(AlibiBackend):
     """Logits with a slope for each query head of the rank (BLOOM, MPT, Baichuan)."""
 
 
-@control("alibi-from-the-end-of-a-request")
+@control()
 class AlibiFromTheEndOfARequest(AlibiBackend):
     """The bias is that of the distance to the end of the request, which differs by a constant of the row (vLLM)."""
 
-    @override
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens[:, None, None]).expand(-1, self.position.shape[1], -1)
 
 
-@control("qq-bias")
+@control()
 class QQBias(QQBiasBackend):
     """A bias of each request among its rows, added to capped logits."""
 
 
-@control("qq-bias-is-the-mask")
+@control()
 class QQBiasIsTheMask(QQBiasBackend):
     """Rows of a request see each other as far as -inf of the bias lets them (vLLM's tree attention): no other mask."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         if self.context.qq_bias == "none":
@@ -88,19 +85,18 @@ class QQBiasIsTheMask(QQBiasBackend):
         return position, key, held.expand(-1, len(offset), -1)
 
 
-@control("qq-bias-of-all-requests")
+@control()
 class QQBiasOfAllRequests(QQBiasBackend):
     """One matrix for all requests, that of the longest one's rows (vLLM's ``unified_attention``)."""
 
     capabilities = QQBiasBackend.capabilities.with_changes(shared_qq_bias=True)
 
-    @override
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         row = self.starts[self.counts.argmax()[None]] + torch.arange(self.row.shape[1], device=bias.device)
         return bias[row.clamp(max=len(bias) - 1)][None].expand(len(self.counts), -1, -1)
 
 
-@control("encoder-keys-first")
+@control()
 class EncoderKeysFirst(EncoderDecoderBackend):
     """Encoder keys have the first columns of the request table, those of the decoder the next ones (SGLang)."""
 

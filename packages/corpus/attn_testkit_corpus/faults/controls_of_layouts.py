@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, KVLayer, KVPoolSpec
 
@@ -14,30 +13,28 @@ from .parent import PlannedBackend
 from .strided import LEAN, StridedBackend, Views
 
 
-@control("strides-of-every-layout")
+@control()
 class StridesOfEveryLayout(StridedBackend):
     """Kernel and cache writer take any strides of pages, slots and heads."""
 
 
-@control("pool-copied-inside-the-graph")
+@control()
 class PoolCopiedInsideTheGraph(StridedBackend):
     """A pool of heads first is made contiguous for a kernel of the other layout, at every step: slow, and right."""
 
     capabilities = LEAN.with_changes(kv_layouts={"hnd", "side-by-side-hnd"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return key.contiguous(), value.contiguous()
 
 
-@control("keys-in-pieces-of-eight")
+@control()
 class KeysInPiecesOfEight(PlannedBackend):
     """A custom pool: keys in pieces of 8, values with slots last, unused memory after each layer (vLLM's first)."""
 
     capabilities = LEAN.with_changes(kv_layouts={"custom"})
 
-    @override
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
         layers = []
@@ -49,7 +46,6 @@ class KeysInPiecesOfEight(PlannedBackend):
             layers.append(KVLayer(key.permute(0, 3, 1, 2, 4), value.permute(0, 3, 1, 2)))
         return layers
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         memory, page = self.context.kv_pool.memory[layer.layer_id], self.context.page_size
         at, fp8 = (slots // page, slots % page), self.context.kv_pool.dtype.itemsize == 1

@@ -7,11 +7,11 @@ from .catalogue import control
 from .e_non_causal import BlockBackend
 
 
-@control("rows-that-see-later-rows")
+@control()
 class RowsThatSeeLaterRows(BlockBackend):
     """Draft blocks and encoder rows, which see all keys of their request (DFlash; ENCODER_ONLY layers)."""
 
 
-@control("padded-rows-of-blocks")
+@control()
 class PaddedRowsOfBlocks(MoreRowsOfBlocks):
     """Draft blocks whose rows are padded once they are planned, to a size that was compiled or captured (sglang)."""

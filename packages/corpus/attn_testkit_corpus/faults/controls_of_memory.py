@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import BackendContext, ForwardBatch
 
@@ -16,7 +15,7 @@ from .pool_addresses import ReadsByAddress
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
 
 
-@control("scratch-of-the-largest-step")
+@control()
 class ScratchOfTheLargestStep(PlannedBackend):
     """Scratch is allocated again when a step needs more of it than any step before, as workspaces of servers do."""
 
@@ -26,7 +25,6 @@ class ScratchOfTheLargestStep(PlannedBackend):
         super().__init__(context)
         self.scratch = self.new_workspace(1)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         needed = 256 * len(batch.input_ids)
         if needed > self.scratch.numel():
@@ -34,7 +32,7 @@ class ScratchOfTheLargestStep(PlannedBackend):
         return super().plan(batch)
 
 
-@control("workspaces-by-shape")
+@control()
 class WorkspacesByShape(PlannedBackend):
     """A cache keeps one workspace for each batch size and number of rows, and one plan for each of the last eight
     steps; FlashInfer's wrappers of a server are such a cache."""
@@ -46,7 +44,6 @@ class WorkspacesByShape(PlannedBackend):
         self.by_shape: dict[tuple[int, int], torch.Tensor] = {}
         self.recent: deque[Metadata] = deque(maxlen=8)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         shape = batch.batch_size, len(batch.input_ids)
         if shape not in self.by_shape:

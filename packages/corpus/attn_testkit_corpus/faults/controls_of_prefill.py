@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch
 
@@ -13,13 +12,12 @@ from .p_prefill import LEAN
 from .parent import Metadata, PlannedBackend
 
 
-@control("extend-row-by-row")
+@control()
 class ExtendRowByRow(PlannedBackend):
     """Each new token is a separate decode over all keys before it, as a decode kernel serves a short prefill."""
 
     capabilities = LEAN.with_changes(max_extend_tokens=40)
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         row, ends = self.index[: len(q)], meta.cu_seqlens_q[1:].long()
         request = torch.searchsorted(ends, row, right=True).clamp(max=len(meta.kv_lens) - 1)
@@ -34,26 +32,24 @@ class ExtendRowByRow(PlannedBackend):
         )
         return super().attend(q, layer, one_by_one)
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         # Every row is a request here.
         return super().new_workspace(numbers * self.context.max_extend_tokens)
 
 
-@control("prefix-and-new-rows-merged")
+@control()
 class PrefixAndNewRowsMerged(RegisterRowsBackend):
     """The prefix is one partial result, and the new rows, from k and v, are another; merged by log-sum-exp (sglang)."""
 
     capabilities = LEAN.with_changes(kv_dtypes={"same"})
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         prefix = (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None]
         split = (self.index[: self.pages * self.context.page_size] >= prefix).long()
         return split[:, None] == self.index[: self.max_splits, None]
 
 
-@control("prefix-gathered-in-chunks")
+@control()
 class PrefixGatheredInChunks(PlannedBackend):
     """Keys are gathered in chunks of 48, and a request may have none in a later chunk (MLA prefill)."""
 
@@ -65,31 +61,27 @@ class PrefixGatheredInChunks(PlannedBackend):
         self.max_splits = -(-context.max_context_len // self.keys_at_once) + 3
         super().__init__(context)
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return torch.full_like(lens, self.keys_at_once)
 
 
-@control("decodes-sorted-to-the-front")
+@control()
 class DecodesSortedToTheFront(PlannedBackend):
     """Rows that decode are planned before the prompts, and every result goes back to where its row came from (vLLM)."""
 
     capabilities = LEAN
     order: torch.Tensor
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.orders = torch.zeros(max_bs, dtype=torch.int64, device=self.context.device)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         meta = super().plan(batch)
         order = torch.argsort((meta.cu_seqlens_q.diff() > 1).to(torch.int32), stable=True)
         self.order = self.orders[: len(order)].copy_(order) if self.in_graph else order
         return meta
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         counts, order, row = meta.cu_seqlens_q.diff()[self.order], self.order, self.index[: len(q)]
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
@@ -103,7 +95,7 @@ class DecodesSortedToTheFront(PlannedBackend):
         return torch.empty_like(out).index_copy_(0, came_from, out)
 
 
-@control("requests-without-rows-left-out")
+@control()
 class RequestsWithoutRowsLeftOut(PlannedBackend):
     """The plan of an extend leaves out requests without rows, with all that belongs to them (vLLM's Ascend plugin)."""
 
@@ -111,7 +103,6 @@ class RequestsWithoutRowsLeftOut(PlannedBackend):
         graph=(), server={"takes_requests_without_rows": True, "eager_without_waits": False}
     )
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         whole, counts = super().plan(batch), batch.extend_seq_lens_cpu or ()
         device = self.context.device

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, Requires
 
-from .catalogue import control
+from .catalogue import control, helper
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
@@ -38,7 +37,7 @@ def _put_back() -> Iterator[None]:
             signal.signal(signal.SIGUSR1, handler)
 
 
-@control("process-state-put-back")
+@control()
 class ProcessStatePutBack(PlannedBackend):
     """Default dtype, grad mode, seed, warning filters and a signal handler change during a plan, and are restored."""
 
@@ -49,12 +48,12 @@ class ProcessStatePutBack(PlannedBackend):
             self.change_everything(context.dtype)
             super().__init__(context)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         with _put_back():
             self.change_everything(self.context.dtype)
             return super().plan(batch)
 
+    @helper
     def change_everything(self, dtype: torch.dtype) -> None:
         """Change the state of the process as libraries do for a quiet, repeatable run."""
         torch.set_default_dtype(dtype)
@@ -64,7 +63,7 @@ class ProcessStatePutBack(PlannedBackend):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-@control("helper-thread-of-its-own")
+@control()
 class HelperThreadOfItsOwn(PlannedBackend):
     """A helper thread lives as long as its instance; plans draw from torch's own generator and seed nothing."""
 
@@ -76,7 +75,6 @@ class HelperThreadOfItsOwn(PlannedBackend):
         threading.Thread(target=_wait_for, args=(self._ended,), name="plan-prefetcher", daemon=True).start()
         weakref.finalize(self, self._ended.set)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         torch.rand(8)
         return super().plan(batch)
@@ -86,7 +84,7 @@ def _wait_for(ended: threading.Event) -> None:
     ended.wait()
 
 
-@control("random-numbers-of-its-own")
+@control()
 class RandomNumbersOfItsOwn(PlannedBackend):
     """The backend's own generator fills the workspace with random numbers before every step."""
 
@@ -96,7 +94,6 @@ class RandomNumbersOfItsOwn(PlannedBackend):
         super().__init__(context)
         self.generator = torch.Generator(context.device).manual_seed(17)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.workspace.uniform_(generator=self.generator)
         return super().plan(batch)
@@ -105,13 +102,12 @@ class RandomNumbersOfItsOwn(PlannedBackend):
 _SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
 
 
-@control("scratch-of-the-process")
+@control()
 class ScratchOfTheProcess(PlannedBackend):
     """All instances keep their partial results in one workspace, from which a run reads only its own results."""
 
     capabilities = _LEAN
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         # One that is too small stays: graphs of other instances have its address.
         every = _SCRATCH.setdefault(self.context.device, [])
@@ -122,7 +118,7 @@ class ScratchOfTheProcess(PlannedBackend):
         return every[-1]
 
 
-@control("tuned-at-first-call")
+@control()
 class TunedAtFirstCall(DenseBackend):
     """A kernel is tuned at its first call for a head dim, and its tuner waits for the device (Triton's own)."""
 
@@ -137,7 +133,6 @@ class TunedAtFirstCall(DenseBackend):
         requires=Requires(packages=("triton>=3.6",)),
     )
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -152,12 +147,11 @@ class TunedAtFirstCall(DenseBackend):
         return tuned_copy(super().forward(q, k, v, layer, batch, save_kv_cache), layer.v_head_dim)
 
 
-@control("rows-of-tickets")
+@control()
 class RowsOfTickets(TunedAtFirstCall):
     """Programs take rows from a counter, in whatever order they come, and each works on the row that it took
     (persistent kernels)."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

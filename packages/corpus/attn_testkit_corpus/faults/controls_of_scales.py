@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer
 
@@ -14,12 +13,12 @@ from .multi_step import MultiStepBackend
 from .parent import Metadata
 
 
-@control("usual-scaling-alone")
+@control()
 class UsualScalingAlone(UsualScaling):
     """The kernel has 1/sqrt(head_dim) built in, and declares no other scale."""
 
 
-@control("fp8-queries-scaled-per-token")
+@control()
 class Fp8QueriesScaledPerToken(Fp8QueriesScaled):
     """One scale for all heads of a token, in eager steps and in graphs."""
 
@@ -29,25 +28,24 @@ class Fp8QueriesScaledForAllRows(Fp8QueriesScaledPerTensor):
     """One scale for all live rows of a forward (sglang #28144)."""
 
 
-@control("fp8-queries-scaled-per-token-head")
+@control()
 class Fp8QueriesScaledPerTokenHead(Fp8QueriesScaled):
     """A scale for each head of each token, rounded up to a power of two (UE8M0 scales of Blackwell kernels)."""
 
     capabilities = Fp8QueriesScaled.capabilities.with_changes(q_scale="per_token_head")
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return torch.exp2((q.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-40).log2().ceil())
 
 
-@control("fp8-queries-scaled-finer-than-declared")
+@control()
 class Fp8QueriesScaledFinerThanDeclared(Fp8QueriesScaled):
     """A scale per token, although one for all rows is declared: the error is smaller."""
 
     capabilities = Fp8QueriesScaledPerTensor.capabilities
 
 
-@control("fp8-queries-scaled-in-drafts")
+@control()
 class Fp8QueriesScaledInDrafts(MultiStepBackend, Fp8QueriesScaledPerTensor):
     """Each forward of draft-decode has its own scale."""
 

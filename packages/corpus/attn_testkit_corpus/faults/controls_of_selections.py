@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
 
@@ -21,49 +20,47 @@ from .sparse import (
 )
 
 
-@control("sparse-by-positions")
+@control()
 class SparseByPositions(SparseParent):
     """Positions, with holes and empty rows: the parent of the faults of sparse attention."""
 
 
-@control("sparse-by-slots")
+@control()
 class SparseBySlots(SparseParent):
     """Slots of the KV pool, as a fused top-k writes them, and no holes (sglang PAGED)."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}, index_space="slots"))
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.clamp(min=0).long()
 
 
-@control("sparse-sorted-first")
+@control()
 class SparseSortedFirst(SparseParent):
     """Indices are sorted before they are gathered, so that -1 comes first."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.sort(1).values
 
 
-@control("sparse-one-width")
+@control()
 class SparseOneWidth(SparseParent):
     """A kernel that knows one width of the selection only, and it is wide."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={64}, holes=True))
 
 
-@control("sparse-union-of-rows")
+@control()
 class SparseUnionOfRows(UnionOfRows):
     """Two rows share a tile of keys, and padded rows hold -1: the other keys that they gather are finite (sglang)."""
 
 
-@control("indexer-by-pages")
+@control()
 class IndexerByPages(IndexerParent):
     """Store and select with keys gathered page by page: the parent of the faults of indexers."""
 
 
-@control("indexer-power-of-two-scales")
+@control()
 class IndexerPowerOfTwoScales(IndexerParent):
     """Scales of index keys are powers of two, and selections are slots (UE8M0; sglang PAGED)."""
 
@@ -71,15 +68,12 @@ class IndexerPowerOfTwoScales(IndexerParent):
         sparse=Sparse(topk={16}, index_space="slots", indexer=Indexer(heads={4, 8}, scale="power_of_two"))
     )
 
-    @override
     def scales(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.exp2(super().scales(rows).log2().ceil())
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.clamp(min=0).long()
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().run_select(q_index, weights, plan)
         table = plan.slot_table[self.request_of_row(q_index, plan)]
@@ -91,16 +85,15 @@ class IndexerBehindTheContext(IndexerOfPrefixes):
     """Drafts of a request at the end of its context lie behind ``max_context_len``, and are scored there (sglang)."""
 
 
-@control("indexer-unsorted")
+@control()
 class IndexerUnsorted(IndexerParent):
     """Keys are listed from the lowest score to the highest, with -1 first: top-k kernels sort nothing."""
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().run_select(q_index, weights, plan).flip(1).contiguous()
 
 
-@control("indexer-one-buffer")
+@control()
 class IndexerOneBuffer(IndexerParent):
     """All layers and steps have their selections in one buffer, and ties go to the newest key (TensorRT-LLM)."""
 
@@ -109,7 +102,6 @@ class IndexerOneBuffer(IndexerParent):
         rows, topk = max(context.max_num_tokens, 1) * 4, context.layers[0].topk
         self.buffer = torch.empty(rows, topk, dtype=torch.int32, device=context.device)
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         places = scores.shape[1]
         place = torch.arange(places, device=scores.device)
@@ -118,7 +110,6 @@ class IndexerOneBuffer(IndexerParent):
         order = torch.nn.functional.pad(order, (0, topk - order.shape[1]), value=places)
         return torch.where(order < lengths[:, None], order, -1)
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().run_select(q_index, weights, plan)
         if len(found) > len(self.buffer):
@@ -131,19 +122,19 @@ class SparseWithLogSumExps(SparseWithSums):
     """Log-sum-exps of selected keys, and fewer selections than rows of q."""
 
 
-@control("sparse-of-groups")
+@control()
 class SparseOfGroups(GroupedSparse):
     """Several KV heads, each with a group of query heads."""
 
 
-@control("sparse-two-thousand")
+@control()
 class SparseTwoThousand(SparseParent):
     """The width of DeepSeek V3.2."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))
 
 
-@control("indexer-fused")
+@control()
 class IndexerFused(FusedIndexer):
     """The indexer is a part of ``forward``: one kernel scores, selects and attends."""
 
@@ -153,20 +144,18 @@ class SparseByBlocks(SparseBlocks):
     """Blocks of 16 keys, with holes; a row's own block ends with it."""
 
 
-@control("sparse-packed-rows")
+@control()
 class SparsePackedRows(PackedRowsParent):
     """Packed rows with scales: dequantized in float32."""
 
 
-@control("sparse-packed-rows-in-bf16")
+@control()
 class SparsePackedRowsInBf16(PackedRowsParent):
     """Keys are rounded to bf16 before both products, and scales come from a reciprocal (FlashMLA; sglang)."""
 
-    @override
     def rounded(self, keys: torch.Tensor) -> torch.Tensor:
         return keys.bfloat16().float()
 
-    @override
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         packed = self.packed(plan.layer)
         rows, (first, last) = packed.pack(k), packed.offsets["scales"]

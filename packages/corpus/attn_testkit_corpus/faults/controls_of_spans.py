@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Spans
 
@@ -12,17 +11,17 @@ from .dense import Visibility
 from .e_spans import CAUSAL, CopiedSpans, SpanBackend
 
 
-@control("spans-as-ranges-of-requests")
+@control()
 class SpansAsRangesOfRequests(SpanBackend):
     """Ranges [requests, most ranges, 2] that the kernel compares with each row and key (vLLM's Triton kernel)."""
 
 
-@control("spans-copied-by-the-plan")
+@control()
 class SpansCopiedByThePlan(CopiedSpans):
     """Ranges that every plan of a capture or a replay copies into memory of the backend."""
 
 
-@control("spans-as-a-mask")
+@control()
 class SpansAsAMask(SpanBackend):
     """A mask of [rows, keys] per request, flat, made on the host for each eager step (``custom_mask`` of SGLang's
     Gemma 3). Spans lie in the rows of the step, and the mask is cut by windows as it is.
@@ -30,16 +29,13 @@ class SpansAsAMask(SpanBackend):
 
     capabilities = CAUSAL.with_changes(spans=Spans({ForwardMode.EXTEND}))
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.mask = _flat_masks(batch) if batch.mm_prefix_range and any(batch.mm_prefix_range) else None
         super().init_forward_metadata_in_graph(batch)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.mask = None
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key_position, seen = super().visibility(batch, counts, offset)
         if self.mask is None:
@@ -55,7 +51,6 @@ class SpansAsAMask(SpanBackend):
             first += size
         return position, key_position, seen
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         return self.narrowed(self.visible, layer)
 
@@ -75,7 +70,7 @@ def _flat_masks(batch: ForwardBatch) -> torch.Tensor:
     return torch.cat(masks).pin_memory().to(batch.seq_lens.device, non_blocking=True)
 
 
-@control("spans-as-a-range-of-each-row")
+@control()
 class SpansAsARangeOfEachRow(SpanBackend):
     """A range [rows, 2] for each row, made on the host from positions, and (-1, -1) outside (FlashAttention 4 in vLLM
     and SGLang, FlashInfer). A replay copies it into memory that its graph reads.
@@ -85,14 +80,12 @@ class SpansAsARangeOfEachRow(SpanBackend):
         super().__init__(context)
         self.of_rows = torch.full((context.max_num_tokens, 2), -1, dtype=torch.int64, device=context.device)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         if self.context.max_spans and batch.forward_mode is ForwardMode.EXTEND:
             found = _ranges_of_rows(batch)
             self.of_rows.fill_(-1)
             self.of_rows[: len(found)].copy_(found.pin_memory(), non_blocking=True)
 
-    @override
     def of_spans(self) -> torch.Tensor:
         own = self.of_rows[self.row]
         first, last = own[..., :1], own[..., 1:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import ForwardBatch, ForwardMode, State, StateLayer
 
@@ -15,28 +14,13 @@ from .states import StateParent
 from .states_in_trees import TreesParent
 from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 
-__all__ = [
-    "HybridAsItIs",
-    "HybridBySlots",
-    "StatesAsTheyAre",
-    "StatesByConvention",
-    "StatesBySlots",
-    "StatesClearedByTheServer",
-    "StatesInTrees",
-    "StatesOfAPrefixCache",
-    "StatesOfNarrowHeads",
-    "StatesOfPaddingUnwritten",
-    "StatesOfRequestsThatHaveRows",
-    "StatesWithSnapshots",
-]
-
 
 @control("states")
 class StatesAsTheyAre(StateParent):
     """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
 
 
-@control("states-of-narrow-heads")
+@control()
 class StatesOfNarrowHeads(StateParent):
     """Heads of 16 by 16: so many requests and heads fit into memory as one axis of a grid does not hold."""
 
@@ -46,27 +30,27 @@ class StatesOfNarrowHeads(StateParent):
     )  # fmt: skip
 
 
-@control("states-by-slots")
+@control()
 class StatesBySlots(SlotsParent):
     """vLLM's rollback: a slot for each node of a draft, read by the accepted count of the step before."""
 
 
-@control("states-with-snapshots")
+@control()
 class StatesWithSnapshots(SnapshotsParent):
     """States copied at the ends of chunks for SGLang's prefix cache, in extend, decode and after a commit."""
 
 
-@control("states-of-a-prefix-cache")
+@control()
 class StatesOfAPrefixCache(SourcesParent):
     """States read from a slot of the prefix cache and written to another one (FlashInfer, Mamba2 of vLLM)."""
 
 
-@control("states-in-trees")
+@control()
 class StatesInTrees(TreesParent):
     """Drafts that branch, as SGLang's kernels of GDN and KDA take them: a node continues its parent."""
 
 
-@control("states-by-convention")
+@control()
 class StatesByConvention(StateParent):
     """Padding with index 0 that is skipped (vLLM) or written (SGLang in eager mode), slots that lie apart, [K, V]."""
 
@@ -77,38 +61,33 @@ class StatesByConvention(StateParent):
         )
     )  # fmt: skip
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         live = super().stores(batch)
         return torch.ones_like(live) if self.states.padding == "write_zero" else live
 
-    @override
     def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         conv, temporal = super().pools(layer)
         return conv, temporal.mT if self.states.pool.order == "kv" else temporal
 
-    @override
     def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         windows, states = super().scratch(layer)
         return windows, states.mT if self.states.pool.order == "kv" else states
 
 
-@control("states-cleared-by-the-server")
+@control()
 class StatesClearedByTheServer(StateParent):
     """No look at has_initial_state: SGLang clears the slot of a fresh request when it is handed out."""
 
     capabilities = StateParent.capabilities.with_changes(state=State(k_dims={64}, fresh={"zeroed"}))
 
-    @override
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones(batch.batch_size, dtype=torch.bool, device=batch.seq_lens.device)
 
 
-@control("states-of-padding-unwritten")
+@control()
 class StatesOfPaddingUnwritten(StateParent):
     """Rows of padded requests are never written, as SGLang's kernels return at an index of -1: here they hold NaN."""
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,
@@ -129,12 +108,12 @@ class HybridAsItIs(HybridParent):
     """The parent of faults of hybrid models: a wrapper around a backend of states and a planned one of attention."""
 
 
-@control("hybrid-by-slots")
+@control()
 class HybridBySlots(HybridBySlotsParent):
     """A hybrid model with vLLM's rollback: prompts and decodes have the first of a request's slots."""
 
 
-@control("states-of-requests-that-have-rows")
+@control()
 class StatesOfRequestsThatHaveRows(StateParent):
     """Requests without rows are left out of an extend, with their slots and flags, so their states stay."""
 
@@ -143,7 +122,6 @@ class StatesOfRequestsThatHaveRows(StateParent):
         server={"takes_requests_without_rows": True, "eager_without_waits": False},
     )  # fmt: skip
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
         counts = batch.extend_seq_lens_cpu or ()

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, VerifyInput
 
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _DRAFTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 
 @fault(
-    slug="page-columns-rounded-down",
-    source="vllm-ascend #9098",
-    modes=_ALL,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="of another owner|page 0",
+    "vllm-ascend #9098",
+    "reads-own-kv matches-oracle",
+    "of another owner|page 0",
     modelled="the column that is missing reads as page 0",
 )
 class PageColumnsRoundedDown(PlannedBackend):
@@ -27,23 +23,15 @@ class PageColumnsRoundedDown(PlannedBackend):
     one more.
     """
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         whole = self.context.max_context_len // self.context.page_size
         return super().plan_pages(batch).masked_fill(self.index[: self.pages] >= whole, 0)
 
 
-@fault(
-    slug="last-token-of-context-left-out",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="missing",
-)
+@fault("general", "matches-oracle", "missing")
 class LastTokenOfContextLeftOut(PlannedBackend):
     """Positions are compared with < max_context_len - 1: the token that fills the context is never attended."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         key = self.index[: self.pages * self.context.page_size]
         return super().visible(meta, layer, position) & (key < self.context.max_context_len - 1)
@@ -59,58 +47,40 @@ class ContextOfPrefixes(PlannedBackend):
 
 
 @fault(
-    slug="page-table-without-the-drafts",
-    source="general; tables of context_len columns, where the request table has num_draft_tokens more (sglang)",
+    "general; tables of context_len columns, where the request table has num_draft_tokens more (sglang)",
+    "matches-oracle",
     modes=_DRAFTS,
-    checks=("matches-oracle",),
-    hint="",
 )
 class PageTableWithoutTheDrafts(ContextOfPrefixes):
     """The page table has the pages of max_context_len tokens, and a request with as many gets no page for drafts."""
 
-    @override
     def most_keys(self, context: BackendContext) -> int:
         return context.max_context_len
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         return super().plan_pages(batch)[:, : self.pages]
 
 
 @fault(
-    slug="lengths-clamped-to-the-context",
-    source="general; seq_lens clamped to max_context_len, which does not count drafts",
-    modes=_DRAFTS,
-    checks=("matches-oracle", "finite"),
-    hint="",
+    "general; seq_lens clamped to max_context_len, which does not count drafts", "matches-oracle finite", modes=_DRAFTS
 )
 class LengthsClampedToTheContext(ContextOfPrefixes):
     """Keys of a request are at most max_context_len, so its drafts at the end of a context see one another's keys."""
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().plan_lengths(batch, counts).clamp(max=self.context.max_context_len)
 
 
-@fault(
-    slug="tree-masks-without-the-drafts",
-    source="sglang #29450",
-    modes=(ForwardMode.TARGET_VERIFY,),
-    executions=("graph",),
-    checks=("completes", "captures-cleanly"),
-    hint="",
-)
+@fault("sglang #29450", "completes captures-cleanly", modes="target-verify", executions="graph")
 class TreeMasksWithoutTheDrafts(ContextOfPrefixes):
     """The buffer of tree masks has max_context_len columns, and a row of a mask has one more for each draft."""
 
     cells = 0
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.cells = max_bs * self.context.num_draft_tokens * self.context.max_context_len
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         spec = batch.spec_info
         mask = spec.custom_mask if isinstance(spec, VerifyInput) else None

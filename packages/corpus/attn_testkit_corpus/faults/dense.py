@@ -32,8 +32,6 @@ from attn_testkit.contract import (
 
 from .pool_reads import read_slots
 
-__all__ = ["DenseBackend", "Visibility"]
-
 Visibility = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """[B, W] int64 position of each row, [B, 1 or W, C] int64 of each key, [B, W, C] bool: True if the row may see it."""
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, KVGroup
 
 from .catalogue import fault
-from .encoder_decoder import MODES, EncoderDecoderBackend, EncoderInItsOwnGroup, EncoderKeys, KeysBehindEncoder
+from .encoder_decoder import EncoderDecoderBackend, EncoderInItsOwnGroup, EncoderKeys, KeysBehindEncoder
 from .parent import Metadata, PlannedBackend
 
 _NUMBERS = ("matches-oracle", "reads-own-kv", "finite")
@@ -24,13 +24,7 @@ class _SeqLens(EncoderKeys):
         return batch.seq_lens[: batch.batch_size].to(torch.int32)
 
 
-@fault(
-    slug="cross-layers-use-seq-lens",
-    source="general; one plan for all layers",
-    modes=MODES,
-    checks=_NUMBERS,
-    hint="use seq_lens instead of encoder_lens",
-)
+@fault("general; one plan for all layers", _NUMBERS, "use seq_lens instead of encoder_lens", modes="decode extend")
 class CrossLayersUseSeqLens(EncoderDecoderBackend):
     """Cross-attention layers see as many encoder keys as the decoder has tokens."""
 
@@ -47,12 +41,11 @@ class _OfCapture(EncoderKeys):
 
 
 @fault(
-    slug="encoder-lens-of-the-capture",
-    source="general; encoders of one length (Whisper), and models in which they differ",
-    modes=("decode",),
-    executions=("graph",),
-    checks=("replay-follows-batch", *_NUMBERS),
-    hint="encoder_lens of its capture|value from capture time",
+    "general; encoders of one length (Whisper), and models in which they differ",
+    ("replay-follows-batch", *_NUMBERS),
+    "encoder_lens of its capture|value from capture time",
+    modes="decode",
+    executions="graph",
 )
 class EncoderLensOfTheCapture(EncoderDecoderBackend):
     """A replay has the encoder lengths that its graph was captured with."""
@@ -69,11 +62,10 @@ class _Causal(EncoderKeys):
 
 
 @fault(
-    slug="causal-cross-attention",
-    source="general; vLLM sets ``causal`` to False in its builder for cross-attention",
-    modes=("extend",),
-    checks=("matches-oracle",),
-    hint="have a causal mask",
+    "general; vLLM sets ``causal`` to False in its builder for cross-attention",
+    "matches-oracle",
+    "have a causal mask",
+    modes="extend",
 )
 class CausalCrossAttention(EncoderDecoderBackend):
     """Cross-attention layers have the causal mask of the others, aligned to the last encoder key."""
@@ -90,13 +82,7 @@ class _StoresEverywhere(KeysBehindEncoder):
             super().write_kv(replace(layer, layer_id=each.layer_id), k, v, meta)
 
 
-@fault(
-    slug="decoder-rows-stored-in-cross-layers",
-    source="general; one kernel that stores the rows of several layers",
-    modes=MODES,
-    checks=("writes-own-kv",),
-    hint="",
-)
+@fault("general; one kernel that stores the rows of several layers", "writes-own-kv", modes="decode extend")
 class DecoderRowsStoredInCrossLayers(EncoderDecoderBackend):
     """New keys and values of the decoder are stored in the cross-attention layers, too."""
 
@@ -112,11 +98,11 @@ class _FromColumn0(KeysBehindEncoder):
 
 
 @fault(
+    "general; ``kv_start_idx`` of SGLang's FlashInfer backend left out",
+    "reads-own-kv finite matches-oracle",
+    "req_to_token from column 0",
+    modes="decode extend",
     slug="self-attention-from-column-0",
-    source="general; ``kv_start_idx`` of SGLang's FlashInfer backend left out",
-    modes=MODES,
-    checks=("reads-own-kv", "finite", "matches-oracle"),
-    hint="req_to_token from column 0",
 )
 class SelfAttentionFromColumn0(EncoderDecoderBackend):
     """Layers of the decoder's own keys read the columns of the request table that the encoder's keys have."""
@@ -134,11 +120,10 @@ class _LongestEncoder(KeysBehindEncoder):
 
 
 @fault(
-    slug="self-attention-behind-the-longest-encoder",
-    source="general; SGLang's FA3 backend before encoders of several lengths",
-    modes=MODES,
-    checks=("reads-own-kv", "finite", "matches-oracle"),
-    hint="behind the longest encoder",
+    "general; SGLang's FA3 backend before encoders of several lengths",
+    "reads-own-kv finite matches-oracle",
+    "behind the longest encoder",
+    modes="decode extend",
 )
 class SelfAttentionBehindTheLongestEncoder(EncoderDecoderBackend):
     """The decoder's keys are looked for behind the longest encoder of the batch, in every request."""
@@ -154,13 +139,7 @@ class _Neighbour(EncoderKeys):
         return super().plan_lengths(batch, counts).roll(-1)
 
 
-@fault(
-    slug="encoder-lens-of-the-next-request",
-    source="general",
-    modes=MODES,
-    checks=_NUMBERS,
-    hint="encoder_lens are probably read at the wrong index",
-)
+@fault("general", _NUMBERS, "encoder_lens are probably read at the wrong index", modes="decode extend")
 class EncoderLensOfTheNextRequest(EncoderDecoderBackend):
     """Each request has the encoder length of the one after it."""
 
@@ -180,11 +159,10 @@ class _AllRequests(EncoderKeys):
 
 
 @fault(
-    slug="encoder-slots-of-requests-that-run",
-    source="general; vLLM's builder leaves out requests whose encoder keys are stored",
-    modes=("extend",),
-    checks=("writes-own-kv",),
-    hint="encoder key",
+    "general; vLLM's builder leaves out requests whose encoder keys are stored",
+    "writes-own-kv",
+    "encoder key",
+    modes="extend",
 )
 class EncoderSlotsOfRequestsThatRun(EncoderInItsOwnGroup):
     """Slots of encoder keys follow from all requests of the batch, those among them whose keys are stored already."""
@@ -192,16 +170,9 @@ class EncoderSlotsOfRequestsThatRun(EncoderInItsOwnGroup):
     encoder_child = _AllRequests
 
 
-@fault(
-    slug="cross-layers-read-the-decoders-table",
-    source="sglang #26531, transferred from windowed layers",
-    modes=MODES,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="",
-)
+@fault("sglang #26531, transferred from windowed layers", "reads-own-kv matches-oracle finite", modes="decode extend")
 class CrossLayersReadTheDecodersTable(EncoderInItsOwnGroup):
     """Cross-attention layers have a pool of their own, and read it by the request table of the decoder."""
 
-    @override
     def context_of(self, group: KVGroup) -> BackendContext:
         return replace(super().context_of(group), req_to_token=self.context.req_to_token)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 
@@ -18,17 +17,15 @@ _EXTENDS = _VERIFY + _CAUSAL
 
 
 @fault(
-    slug="custom-mask-stale-when-none",
-    source="sglang guard in flashinfer_backend; flashinfer #1028",
-    modes=_CAUSAL,
-    executions=("graph",),
-    checks=("buckets-independent", "matches-oracle"),
-    hint="no other mode and no eager step",
+    "sglang guard in flashinfer_backend; flashinfer #1028",
+    "buckets-independent matches-oracle",
+    "no other mode and no eager step",
+    modes="draft-extend draft-extend-v2",
+    executions="graph",
 )
 class CustomMaskStaleWhenNone(DenseBackend):
     """The mask of a verified tree stays in force for later causal batches of the instance."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         bs, n = len(counts), self.context.num_draft_tokens
@@ -43,34 +40,26 @@ class CustomMaskStaleWhenNone(DenseBackend):
 
 
 @fault(
+    "sglang #32920, #32050",
+    "completes output-contract",
+    "mask",
+    modes="target-verify",
+    executions="graph",
     slug="tree-mask-buffer-disagreement",
-    source="sglang #32920, #32050",
-    modes=_VERIFY,
-    executions=("graph",),
-    checks=("completes", "output-contract"),
-    hint="mask",
 )
 class TreeMaskBufferTooSmall(DenseBackend):
     """The mask buffer is sized only from the prefix, without the draft columns that the tree kernel writes."""
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         n = self.context.num_draft_tokens
         buffer = torch.zeros(max_bs * n * (n - 1), dtype=torch.bool, device=self.context.device)
         self.mask_buffer = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs)
 
 
-@fault(
-    slug="window-by-flat-query-index",
-    source="sglang #39287",
-    modes=_VERIFY,
-    checks=("matches-oracle",),
-    hint="window",
-)
+@fault("sglang #39287", "matches-oracle", "window", modes="target-verify")
 class WindowByFlatQueryIndex(DenseBackend):
     """The window of a draft node is counted from its index in the tree, though siblings have the same depth."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         visible = super().visibility(batch, counts, offset)[2]
         prefix = batch.seq_lens[: batch.batch_size, None]
@@ -78,33 +67,27 @@ class WindowByFlatQueryIndex(DenseBackend):
 
 
 @fault(
+    "TensorRT-LLM #13426",
+    "matches-oracle finite",
+    "draft",
+    modes="target-verify",
     slug="packed-mask-row-width-per-request",
-    source="TensorRT-LLM #13426",
-    modes=_VERIFY,
-    checks=("matches-oracle", "finite"),
-    hint="draft",
     modelled="upstream later requests drift because widths differ; here all trees of a batch have one size and need "
     "two words",
 )
 class PackedMaskOneWord(DenseBackend):
     """A row of the packed mask is taken for one 32-bit word, and nodes from 32 on for invisible."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return super().tree(spec, prefix, offset, node) & (node < 32)[:, None]
 
 
 @fault(
-    slug="verify-mask-not-passed-to-xqa",
-    source="sglang #32269",
-    modes=_VERIFY,
-    checks=("completes", "captures-cleanly"),
-    hint="mask",
+    "sglang #32269", "completes captures-cleanly", "mask", modes="target-verify", slug="verify-mask-not-passed-to-xqa"
 )
 class VerifyMaskNotPassed(DenseBackend):
     """Verify is routed to a decode kernel that needs a mask for more than one row, and none is passed."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         mask = None
         if batch.forward_mode.is_target_verify() and len(offset) > 1 and mask is None:
@@ -112,17 +95,10 @@ class VerifyMaskNotPassed(DenseBackend):
         return super().visibility(batch, counts, offset)
 
 
-@fault(
-    slug="decode-plan-assumes-one-row",
-    source="flashinfer #3871",
-    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
-    checks=("output-written",),
-    hint="never written",
-)
+@fault("flashinfer #3871", "output-written", "never written", modes="target-verify draft-extend-v2")
 class DecodePlanAssumesOneRow(DenseBackend):
     """The decode plan has one row per request, so only the first bs rows of the output are mapped and written."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -138,35 +114,20 @@ class DecodePlanAssumesOneRow(DenseBackend):
         return out
 
 
-@fault(
-    slug="draft-rows-not-causal",
-    source="flashinfer #3871",
-    modes=_EXTENDS,
-    checks=("matches-oracle",),
-    hint="visible",
-)
+@fault("flashinfer #3871", "matches-oracle", "visible", modes=_EXTENDS)
 class DraftRowsNotCausal(DenseBackend):
     """The decode kernel has no mask inside the block of new rows: every row sees all of them."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         block = self.key < self.kv_lens[:, None, None]
         return position, key, block.expand_as(visible)
 
 
-@fault(
-    slug="full-mask-offset-of-equal-prefixes",
-    source="general",
-    modes=_VERIFY,
-    executions=("eager",),
-    checks=("matches-oracle",),
-    hint="tree mask",
-)
+@fault("general", "matches-oracle", "tree mask", modes="target-verify", executions="eager")
 class FullMaskOffsetOfEqualPrefixes(DenseBackend):
     """Request i's block of a FULL_MASK is found at i times the size of the first one."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         n, request = len(offset), torch.arange(len(prefix), device=prefix.device)[:, None]
@@ -175,18 +136,10 @@ class FullMaskOffsetOfEqualPrefixes(DenseBackend):
         return spec.custom_mask[at.clamp(max=spec.custom_mask.numel() - 1)]
 
 
-@fault(
-    slug="full-mask-row-without-draft-columns",
-    source="general",
-    modes=_VERIFY,
-    executions=("eager",),
-    checks=("matches-oracle",),
-    hint="mask",
-)
+@fault("general", "matches-oracle", "mask", modes="target-verify", executions="eager")
 class FullMaskRowWithoutDraftColumns(DenseBackend):
     """Rows of a FULL_MASK are taken to be as wide as the prefix, without the draft columns behind it."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         lens, n = prefix[:, None], len(offset)
@@ -195,98 +148,56 @@ class FullMaskRowWithoutDraftColumns(DenseBackend):
         return spec.custom_mask[line[..., None] + node[:, None]]
 
 
-@fault(
-    slug="tree-mask-transposed",
-    source="general",
-    modes=_VERIFY,
-    checks=("matches-oracle",),
-    hint="mask",
-)
+@fault("general", "matches-oracle", "mask", modes="target-verify")
 class TreeMaskTransposed(DenseBackend):
     """Rows and columns of the tree mask are exchanged: a node sees its descendants."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         square = super().tree(spec, prefix, offset, offset.expand(len(prefix), -1))
         return square.transpose(1, 2).gather(2, node[:, None].expand(-1, len(offset), -1))
 
 
-@fault(
-    slug="tree-mask-of-request-zero",
-    source="general",
-    modes=_VERIFY,
-    checks=("matches-oracle",),
-    hint="mask",
-)
+@fault("general", "matches-oracle", "mask", modes="target-verify")
 class TreeMaskOfRequestZero(DenseBackend):
     """Every request is masked with the tree of the first one."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         square = super().tree(spec, prefix, offset, offset.expand(len(prefix), -1))[:1]
         return square.expand(len(prefix), -1, -1).gather(2, node[:, None].expand(-1, len(offset), -1))
 
 
-@fault(
-    slug="tree-mask-by-depth",
-    source="general",
-    modes=_VERIFY,
-    checks=("matches-oracle",),
-    hint="not ancestors are visible",
-)
+@fault("general", "matches-oracle", "not ancestors are visible", modes="target-verify")
 class TreeMaskByDepth(DenseBackend):
     """Visibility is rebuilt from positions: a node sees all nodes of smaller depth, not only its ancestors."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         above = (key < position[..., None]) & (self.key < self.kv_lens[:, None, None])
         return position, key, visible | above
 
 
-@fault(
-    slug="draft-node-blind-to-itself",
-    source="general",
-    modes=_VERIFY,
-    checks=("matches-oracle",),
-    hint="KV token",
-)
+@fault("general", "matches-oracle", "KV token", modes="target-verify")
 class DraftNodeBlindToItself(DenseBackend):
     """The mask of ancestors is used without the diagonal: a node does not see its own key."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return super().tree(spec, prefix, offset, node) & (node[:, None] != offset[:, None])
 
 
-@fault(
-    slug="last-prefix-key-masked",
-    source="general",
-    modes=_VERIFY,
-    checks=("matches-oracle",),
-    hint="KV token",
-)
+@fault("general", "matches-oracle", "KV token", modes="target-verify")
 class LastPrefixKeyMasked(DenseBackend):
     """The prefix is masked with < prefix - 1, so its last key is lost to every draft node."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         prefix = batch.seq_lens[: batch.batch_size, None, None]
         return position, key, visible & (self.key != prefix - 1)
 
 
-@fault(
-    slug="causal-off-by-one",
-    source="general",
-    modes=_CAUSAL,
-    checks=("matches-oracle",),
-    hint="later tokens are visible",
-)
+@fault("general", "matches-oracle", "later tokens are visible", modes="draft-extend draft-extend-v2")
 class CausalOffByOne(DenseBackend):
     """The causal bound is <= position + 1: every row but the last sees the next token."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, _ = super().visibility(batch, counts, offset)
         lens = self.kv_lens[:, None, None]
@@ -294,49 +205,33 @@ class CausalOffByOne(DenseBackend):
 
 
 @fault(
-    slug="causal-aligned-to-the-start",
-    source="flash-attention 2.1 (change of convention)",
-    modes=_CAUSAL,
-    checks=("matches-oracle",),
-    hint="as if there were no prefix",
+    "flash-attention 2.1 (change of convention)",
+    "matches-oracle",
+    "as if there were no prefix",
+    modes="draft-extend draft-extend-v2",
 )
 class CausalAlignedToTheStart(DenseBackend):
     """The causal mask is aligned to the first key, not to the last: row j sees keys 0 .. j and no prefix."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         return position, key, visible & (self.key <= offset[:, None])
 
 
-@fault(
-    slug="causal-from-padded-width",
-    source="rtp-llm 6b88d7528",
-    modes=(ForwardMode.DRAFT_EXTEND,),
-    checks=("matches-oracle", "reads-own-kv"),
-    hint="every request has",
-)
+@fault("rtp-llm 6b88d7528", "matches-oracle reads-own-kv", "every request has", modes="draft-extend")
 class CausalFromPaddedWidth(DenseBackend):
     """Rows are aligned to the end of the widest request's rows, so the mask of shorter requests is shifted."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         shifted = position - (len(offset) - counts[:, None])
         return position, key, visible & (self.key <= shifted[..., None])
 
 
-@fault(
-    slug="mask-takes-uint8-for-bits",
-    source="general",
-    modes=_VERIFY,
-    checks=("matches-oracle",),
-    hint="mask",
-)
+@fault("general", "matches-oracle", "mask", modes="target-verify", slug="mask-takes-uint8-for-bits")
 class MaskTakesBytesForBits(DenseBackend):
     """The mask is read as packed bits although it holds one byte per element."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         at = torch.arange(spec.custom_mask.numel(), device=prefix.device)
@@ -344,17 +239,10 @@ class MaskTakesBytesForBits(DenseBackend):
         return super().tree(replace(spec, custom_mask=bits.bool()), prefix, offset, node)
 
 
-@fault(
-    slug="causal-mask-in-last-block-alone",
-    source="flash-attention #436",
-    modes=_CAUSAL,
-    checks=("matches-oracle",),
-    hint="later tokens are visible",
-)
+@fault("flash-attention #436", "matches-oracle", "later tokens are visible", modes="draft-extend draft-extend-v2")
 class CausalMaskInLastBlockAlone(DenseBackend):
     """Only the last block of 64 keys is masked causally, and the new rows may lie in two blocks."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         last = (self.kv_lens - 1).clamp(min=0)[:, None, None] // 64 * 64
@@ -362,16 +250,14 @@ class CausalMaskInLastBlockAlone(DenseBackend):
 
 
 @fault(
-    slug="causal-bound-of-row-tile",
-    source="vLLM #51902; general (packed heads of a group)",
-    modes=_CAUSAL,
-    checks=("matches-oracle",),
-    hint="what its first one should",
+    "vLLM #51902; general (packed heads of a group)",
+    "matches-oracle",
+    "what its first one should",
+    modes="draft-extend draft-extend-v2",
 )
 class CausalBoundOfRowTile(DenseBackend):
     """Rows times heads of a group go in tiles of 64, and a later tile counts its rows from its own first one."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         rows = max(1, 64 // self.context.layers[0].q_per_kv)

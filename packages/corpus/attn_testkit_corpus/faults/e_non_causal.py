@@ -35,11 +35,10 @@ class BlockBackend(DenseBackend):
 
 
 @fault(
-    slug="causal-mask-in-layers-that-are-not",
-    source="general; causal=False of vLLM's common metadata, ENCODER_ONLY layers of sglang",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="KV tokens after the row's own position are missing",
+    "general; causal=False of vLLM's common metadata, ENCODER_ONLY layers of sglang",
+    "matches-oracle",
+    "KV tokens after the row's own position are missing",
+    modes="target-verify extend",
 )
 class CausalMaskInLayersThatAreNot(DenseBackend):
     """Non-causal layers are declared, and the kernel never reads the layer's flag."""
@@ -48,16 +47,15 @@ class CausalMaskInLayersThatAreNot(DenseBackend):
 
 
 @fault(
+    "general; draft blocks (DFlash)",
+    "matches-oracle",
+    "KV tokens after the row's own position are missing",
+    modes="target-verify",
     slug="draft-block-causal-in-verify-alone",
-    source="general; draft blocks (DFlash)",
-    modes=(ForwardMode.TARGET_VERIFY,),
-    checks=("matches-oracle",),
-    hint="KV tokens after the row's own position are missing",
 )
 class DraftBlockCausalInVerify(BlockBackend):
     """Extend reads the layer's flag, and verify, which builds its own mask, does not."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         if batch.forward_mode.is_target_verify():
             return DenseBackend.visibility(self, batch, counts, offset)
@@ -65,45 +63,34 @@ class DraftBlockCausalInVerify(BlockBackend):
 
 
 @fault(
-    slug="encoder-rows-without-a-prefix",
-    source="general; encoder kernels that attend k and v as given",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="the whole prefix is missing|first .* KV tokens are missing",
+    "general; encoder kernels that attend k and v as given",
+    "matches-oracle",
+    "the whole prefix is missing|first .* KV tokens are missing",
+    modes="target-verify extend",
 )
 class EncoderRowsWithoutAPrefix(BlockBackend):
     """Rows of a non-causal layer see each other and nothing of the prefix."""
 
-    @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
         return super().of_block(seen) & (self.key >= (self.kv_lens - self.counts)[:, None, None])
 
 
 @fault(
-    slug="without-causality-no-end",
-    source="general; a length that only the causal mask bounded",
-    modes=_MODES,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="slots after the last KV token|later tokens|is read",
+    "general; a length that only the causal mask bounded",
+    "reads-own-kv matches-oracle finite",
+    "slots after the last KV token|later tokens|is read",
+    modes="target-verify extend",
 )
 class WithoutCausalityNoEnd(BlockBackend):
     """The last page counts as full without a causal mask, which hid its tail."""
 
-    @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
         page = self.context.page_size
         full = -(-self.kv_lens // page) * page
         return (self.key < full[:, None, None]).expand_as(seen)
 
 
-@fault(
-    slug="layers-that-are-not-causal-are-accepted",
-    source="general",
-    modes=(ForwardMode.EXTEND,),
-    executions=("eager",),
-    checks=("refuses-undeclared",),
-    hint="a layer that is not causal",
-)
+@fault("general", "refuses-undeclared", "a layer that is not causal", modes="extend", executions="eager")
 class LayersThatAreNotCausalAreAccepted(BlockBackend):
     """Non-causal layers are declared only for draft blocks, and the constructor accepts an encoder's."""
 

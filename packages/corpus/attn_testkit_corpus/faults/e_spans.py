@@ -11,7 +11,6 @@ from .catalogue import fault
 from .dense import DenseBackend
 
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
-_EXTEND = frozenset({ForwardMode.EXTEND})
 ALL_SPANS = Spans(_MODES, in_graphs=True, of_prefix=True, wider_than_window=True, by_layer=True)
 CAUSAL = DenseBackend.capabilities.with_changes(
     eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
@@ -71,11 +70,10 @@ class SpanBackend(DenseBackend):
 
 
 @fault(
-    slug="spans-that-never-reach-the-kernel",
-    source="sglang #39805, vllm-gaudi #1797; backends that take no mask of images",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="rows of a span do not see its later rows",
+    "sglang #39805, vllm-gaudi #1797; backends that take no mask of images",
+    "matches-oracle",
+    "rows of a span do not see its later rows",
+    modes="extend",
 )
 class SpansThatNeverReachTheKernel(DenseBackend):
     """Spans are declared, and the kernel is causal: rows of an image see the image only up to themselves."""
@@ -83,17 +81,10 @@ class SpansThatNeverReachTheKernel(DenseBackend):
     capabilities = SpanBackend.capabilities
 
 
-@fault(
-    slug="window-lost-with-a-mask-of-spans",
-    source="vllm #47332",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="window is not applied in a batch with spans",
-)
+@fault("vllm #47332", "matches-oracle", "window is not applied in a batch with spans", modes="extend")
 class WindowLostWithAMaskOfSpans(SpanBackend):
     """The mask of spans takes the place of the window, so rows of such a batch see all keys before them."""
 
-    @override
     def narrowed(self, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         any_span = self.spans.any()
         return torch.where(any_span, seen, super().narrowed(seen, layer)) if self.has_spans(layer) else (
@@ -101,17 +92,10 @@ class WindowLostWithAMaskOfSpans(SpanBackend):
         )  # fmt: skip
 
 
-@fault(
-    slug="causal-by-row-number-with-a-mask-of-spans",
-    source="vllm #47332",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="number in the step",
-)
+@fault("vllm #47332", "matches-oracle", "number in the step", modes="extend")
 class CausalByRowNumberWithAMaskOfSpans(SpanBackend):
     """A mask of spans compares keys with the row's number in its chunk, which is its position only without a prefix."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         if not self.has_spans(layer):
             return super().in_window(layer)
@@ -122,82 +106,71 @@ class CausalByRowNumberWithAMaskOfSpans(SpanBackend):
 
 
 @fault(
-    slug="spans-of-the-request-before",
-    source="general; mm_req_doc_ranges by the order of requests (vLLM)",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="spans of another request",
+    "general; mm_req_doc_ranges by the order of requests (vLLM)",
+    "matches-oracle",
+    "spans of another request",
+    modes="extend",
 )
 class SpansOfTheRequestBefore(SpanBackend):
     """Spans are listed by the order of admission, so each request has the spans of the one before."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         return super().ranges(batch).roll(1, 0)
 
 
 @fault(
-    slug="end-of-a-span-excluded",
-    source="general; offsets with their last token (sglang's gemma3_mm) read as half-open",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="last position of a span",
+    "general; offsets with their last token (sglang's gemma3_mm) read as half-open",
+    "matches-oracle",
+    "last position of a span",
+    modes="extend",
 )
 class EndOfASpanExcluded(SpanBackend):
     """The last position of a span is read as its end, so the last row is outside."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         found = super().ranges(batch)
         return torch.stack([found[..., 0], found[..., 1] - 1], -1)
 
 
 @fault(
-    slug="end-of-a-span-included-twice",
-    source="general; half-open offsets read with their end",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="position after the last one of a span",
+    "general; half-open offsets read with their end",
+    "matches-oracle",
+    "position after the last one of a span",
+    modes="extend",
 )
 class EndOfASpanIncludedTwice(SpanBackend):
     """One is added to the last position of a span, so the row behind it is inside."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         found = super().ranges(batch)
         return torch.stack([found[..., 0], found[..., 1] + (found[..., 1] > found[..., 0])], -1)
 
 
 @fault(
-    slug="spans-counted-from-the-step",
-    source="general; mask of the new rows indexed by im_begin - prefix (sglang's gemma3_mm)",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="counted from the first row of the step",
+    "general; mask of the new rows indexed by im_begin - prefix (sglang's gemma3_mm)",
+    "matches-oracle",
+    "counted from the first row of the step",
+    modes="extend",
 )
 class SpansCountedFromTheStep(SpanBackend):
     """Positions of spans count from the first row of the step, but the batch counts them from the first token."""
 
-    @override
     def row_in(self, position: torch.Tensor) -> torch.Tensor:
         return super().row_in(position - (self.kv_lens - self.counts)[:, None])
 
-    @override
     def key_in(self, position: torch.Tensor) -> torch.Tensor:
         return super().key_in(position - (self.kv_lens - self.counts)[:, None])
 
 
 @fault(
-    slug="adjacent-spans-are-one",
-    source="general; runs of image tokens (vLLM-ascend's notes on DeepSeek V4.1)",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="adjacent spans",
+    "general; runs of image tokens (vLLM-ascend's notes on DeepSeek V4.1)",
+    "matches-oracle",
+    "adjacent spans",
+    modes="extend",
 )
 class AdjacentSpansAreOne(SpanBackend):
     """Spans are found again as runs of image tokens, so rows of one image see the image that follows at once."""
 
-    @override
     def of_spans(self) -> torch.Tensor:
         # [B, C]: the number of the run that a position belongs to, 0 outside.
         inside = self.key_in(self.key[None]).any(1)
@@ -208,64 +181,46 @@ class AdjacentSpansAreOne(SpanBackend):
         return same & (self.key < self.kv_lens[:, None])[:, None]
 
 
-@fault(
-    slug="first-span-only",
-    source="general; requests with one image",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="first span of each request",
-)
+@fault("general; requests with one image", "matches-oracle", "first span of each request", modes="extend")
 class FirstSpanOnly(SpanBackend):
     """The kernel reads one range per request, so the rows of a second image are causal."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         return super().ranges(batch)[:, :1]
 
 
-@fault(
-    slug="spans-in-every-layer",
-    source="sglang #33033, vllm #47217",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="bidirectional_spans of the layer",
-)
+@fault("sglang #33033, vllm #47217", "matches-oracle", "bidirectional_spans of the layer", modes="extend")
 class SpansInEveryLayer(SpanBackend):
     """Spans are those of the batch, and layers that are causal (Gemma 4's full attention) have them too."""
 
-    @override
     def has_spans(self, layer: AttentionLayer) -> bool:
         return True
 
 
 @fault(
-    slug="spans-exempt-from-the-window",
-    source="vllm #50539; flex_attention.py keeps spans that are wider than the window, and does not narrow them",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="window does not narrow spans",
+    "vllm #50539; flex_attention.py keeps spans that are wider than the window, and does not narrow them",
+    "matches-oracle",
+    "window does not narrow spans",
+    modes="extend",
 )
 class SpansExemptFromTheWindow(SpanBackend):
     """The window is applied before spans are added, so rows of a wide image see its keys before the window."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = self.narrowed(self.visible, layer)
         return seen | self.of_spans() if self.has_spans(layer) else seen
 
 
 @fault(
-    slug="tiles-end-at-their-last-row",
-    source="general; the loop over keys ends where a causal tile's does (max_seq_prefix_len of vLLM's Triton kernel)",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="ends where it would for causal rows in tiles of 16",
+    "general; the loop over keys ends where a causal tile's does (max_seq_prefix_len of vLLM's Triton kernel)",
+    "matches-oracle",
+    "ends where it would for causal rows in tiles of 16",
+    modes="extend",
     modelled="tiles of 16 rows",
 )
 class TilesEndAtTheirLastRow(SpanBackend):
     """The loop over keys ends at the last row of its tile, so rows of a longer span miss what follows the tile."""
 
-    @override
     def of_spans(self) -> torch.Tensor:
         number = torch.arange(self.position.shape[1], device=self.key.device)
         last = (self.kv_lens - self.counts)[:, None] + number // _TILE * _TILE + _TILE - 1
@@ -273,16 +228,14 @@ class TilesEndAtTheirLastRow(SpanBackend):
 
 
 @fault(
-    slug="keys-of-spans-for-every-row",
-    source="general; a range that is compared with keys and not with the row",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="keys of a span are visible to rows outside",
+    "general; a range that is compared with keys and not with the row",
+    "matches-oracle",
+    "keys of a span are visible to rows outside",
+    modes="decode extend",
 )
 class KeysOfSpansForEveryRow(SpanBackend):
     """A key of a span is visible to every row, so a decode sees images that its window is past."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = self.narrowed(self.visible, layer)
         if not self.has_spans(layer):
@@ -323,34 +276,30 @@ class CopiedSpans(SpanBackend):
 
 
 @fault(
-    slug="spans-of-the-capture",
-    source="general; metadata that a capture sees, and a replay does not update (sglang #10707: no graph with a mask)",
-    modes=_EXTEND,
-    executions=("graph",),
-    checks=("replay-follows-batch",),
-    hint="where the graph is captured",
+    "general; metadata that a capture sees, and a replay does not update (sglang #10707: no graph with a mask)",
+    "replay-follows-batch",
+    "where the graph is captured",
+    modes="extend",
+    executions="graph",
 )
 class SpansOfTheCapture(CopiedSpans):
     """Only a capture copies spans, and its batch has none, so replays are causal."""
 
-    @override
     def copy(self, batch: ForwardBatch, in_capture: bool) -> None:
         if in_capture:
             super().copy(batch, in_capture)
 
 
 @fault(
-    slug="spans-of-the-replay-before",
-    source="general; a batch without an image leaves the ranges of the one before",
-    modes=_EXTEND,
-    executions=("graph",),
-    checks=("buckets-independent",),
-    hint="not reset between replays",
+    "general; a batch without an image leaves the ranges of the one before",
+    "buckets-independent",
+    "not reset between replays",
+    modes="extend",
+    executions="graph",
 )
 class SpansOfTheReplayBefore(CopiedSpans):
     """Only requests with spans are copied, so one without any keeps the spans of the replay before."""
 
-    @override
     def copy(self, batch: ForwardBatch, in_capture: bool) -> None:
         assert batch.mm_prefix_range_tensor is not None
         for request, spans in enumerate(batch.mm_prefix_range or ()):
@@ -358,14 +307,7 @@ class SpansOfTheReplayBefore(CopiedSpans):
                 self.copied[request] = batch.mm_prefix_range_tensor[request]
 
 
-@fault(
-    slug="spans-of-one-layer-are-accepted",
-    source="general",
-    modes=_EXTEND,
-    executions=("eager",),
-    checks=("refuses-undeclared",),
-    hint="spans in one layer",
-)
+@fault("general", "refuses-undeclared", "spans in one layer", modes="extend", executions="eager")
 class SpansOfOneLayerAreAccepted(SpanBackend):
     """Spans are declared for all layers of a model, and the constructor accepts a model in which one layer has them."""
 

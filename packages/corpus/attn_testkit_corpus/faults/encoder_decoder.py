@@ -22,8 +22,6 @@ from attn_testkit.contract import (
 from .grouped import GroupedBackend
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["MODES", "EncoderDecoderBackend", "EncoderInItsOwnGroup", "EncoderKeys", "KeysBehindEncoder"]
-
 MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
 _LAYERS = CrossAttention(frozenset(MODES), frozenset({"first", "own_group"}))
 

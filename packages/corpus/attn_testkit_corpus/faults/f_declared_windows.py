@@ -28,29 +28,26 @@ class ZeroIsNone(DenseBackend):
 
 
 @fault(
-    slug="narrowest-window-is-none",
-    source="general; sglang's extend kernel, in which a window of 0 means no window",
+    "general; sglang's extend kernel, in which a window of 0 means no window",
+    "matches-oracle",
+    "KV tokens before the window are visible|what it sees without a window",
     modes=_ALL,
-    checks=("matches-oracle",),
-    hint="KV tokens before the window are visible|what it sees without a window",
 )
 class NarrowestWindowIsNone(DenseBackend):
     """Windows from 4 on are declared, and the kernel drops a window of 4: it tests for more than 4."""
 
     capabilities = WINDOWED.with_changes(windows={"smallest": 4})
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         return super().in_window(layer) if layer.sliding_window_size > 4 else self.visible
 
 
 @fault(
-    slug="narrower-window-than-declared-is-accepted",
-    source="general; sglang's extend kernel, in which a window of 0 means no window",
+    "general; sglang's extend kernel, in which a window of 0 means no window",
+    "refuses-undeclared",
+    "a sliding window of size 0 is not declared|the constructor accepted it",
     modes=_ALL,
-    executions=("eager",),
-    checks=("refuses-undeclared",),
-    hint="a sliding window of size 0 is not declared|the constructor accepted it",
+    executions="eager",
 )
 class NarrowerWindowThanDeclaredIsAccepted(ZeroIsNone):
     """A window of 0 is not declared, and a model that has it is served without a window."""
@@ -84,47 +81,32 @@ class OneWindow(DenseBackend):
 
 
 @fault(
-    slug="widest-window-for-all-windowed-layers",
-    source="general; sglang's triton backend plans by the model's window",
+    "general; sglang's triton backend plans by the model's window",
+    "matches-oracle",
+    "KV tokens before the window are visible",
     modes=_ALL,
-    checks=("matches-oracle",),
-    hint="KV tokens before the window are visible",
+    slug="widest-window-for-all-windowed-layers",
 )
 class WidestWindowForAll(OneWindow):
     """The plan uses one window per model, the widest, but windows that differ by layer are declared."""
 
     capabilities = WINDOWED
 
-    @override
     def model_window(self) -> int:
         return max(layer.sliding_window_size for layer in self.context.layers)
 
 
-@fault(
-    slug="model-window-in-full-layers",
-    source="general; vLLM #51756",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="only layer",
-)
+@fault("general; vLLM #51756", "matches-oracle", "only layer", modes=_ALL)
 class ModelWindowInFullLayers(OneWindow):
     """The window of the model is used in all layers, although layers without one are declared."""
 
     capabilities = WINDOWED.with_changes(windows={"layers": "one"})
 
-    @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
         return replace(layer, sliding_window_size=self.window)
 
 
-@fault(
-    slug="layers-that-differ-in-windows-are-accepted",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("refuses-undeclared",),
-    hint="layers with sliding windows",
-)
+@fault("general", "refuses-undeclared", "layers with sliding windows", modes=_ALL, executions="eager")
 class LayersThatDifferInWindowsAreAccepted(OneWindow):
     """The same window in all layers is declared, and a model in which some have none is served."""
 
@@ -136,18 +118,17 @@ class LayersThatDifferInWindowsAreAccepted(OneWindow):
         self.key = torch.arange(context.max_context_len, device=context.device)
         self.window = self.model_window()
 
-    @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
         return replace(layer, sliding_window_size=self.window)
 
 
 @fault(
+    "tpu-inference #2755",
+    "matches-oracle",
+    "KV tokens before the window are visible",
+    modes="decode extend",
+    executions="eager",
     slug="windows-of-16-bit-positions",
-    source="tpu-inference #2755",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    executions=("eager",),
-    checks=("matches-oracle",),
-    hint="KV tokens before the window are visible",
 )
 class WindowsOf16BitPositions(DenseBackend):
     """Positions are compared in 16 bits in layers with a window: those from 32,768 on are negative."""
@@ -156,7 +137,6 @@ class WindowsOf16BitPositions(DenseBackend):
         eager=(ForwardMode.DECODE, ForwardMode.EXTEND), graph=(), max_context_len=1 << 17
     )
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         if layer.sliding_window_size < 0:
             return self.visible

@@ -5,48 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardMode
+from attn_testkit.contract import AttentionLayer
 
 from .builds import CascadeBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-_CAUSAL = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 _LONG = 1024
 """Number of keys above which a request takes the other path."""
 
 
-@fault(
-    slug="window-of-first-windowed-layer",
-    source="vLLM (FlashInfer's one set of parameters for all layers); sglang (two wrappers)",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="window",
-)
+@fault("vLLM (FlashInfer's one set of parameters for all layers); sglang (two wrappers)", "matches-oracle", "window")
 class WindowOfFirstWindowedLayer(PlannedBackend):
     """One wrapper serves all windowed layers, and it is planned with the window of the first of them."""
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         first = next(other for other in self.context.layers if other.sliding_window_size >= 0)
         return position - first.sliding_window_size
 
 
 @fault(
-    slug="windows-taken-to-alternate",
-    source="litgpt #1972, #1995",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="window",
+    "litgpt #1972, #1995",
+    "matches-oracle",
+    "window",
     modelled="upstream the period is six, here the global layer comes first",
 )
 class WindowsTakenToAlternate(PlannedBackend):
     """Layers of even number are taken for the windowed ones, as in the model that the code was written for."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         widest = max(other.sliding_window_size for other in self.context.layers)
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else widest
@@ -54,22 +41,14 @@ class WindowsTakenToAlternate(PlannedBackend):
         return super().visible(meta, layer, position)
 
 
-@fault(
-    slug="window-splits-for-one-row",
-    source="vllm-xpu-kernels #168 (review)",
-    modes=_CAUSAL,
-    checks=("matches-oracle",),
-    hint="missing",
-)
+@fault("vllm-xpu-kernels #168 (review)", "matches-oracle", "missing", modes="draft-extend draft-extend-v2")
 class WindowSplitsForOneRow(PlannedBackend):
     """Splits of a windowed layer hold W + 1 keys together, the window of one row, but a step has several rows."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         self.window = layer.sliding_window_size
         return super().attend(q, layer, meta)
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if self.window < 0:
             return super().in_split(meta)
@@ -82,28 +61,20 @@ class WindowSplitsForOneRow(PlannedBackend):
         return split[:, None] == self.index[: self.max_splits, None]
 
 
-@fault(
-    slug="long-path-without-window",
-    source="sgl-kernel-xpu #491; flash-attention 2.6",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="KV tokens before the window are visible",
-)
+@fault("sgl-kernel-xpu #491; flash-attention 2.6", "matches-oracle", "KV tokens before the window are visible")
 class LongPathWithoutWindow(PlannedBackend):
     """Requests of more than 1024 keys take the path of split keys, to which the window is not passed."""
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         assert self.metadata is not None
         return torch.where(self.metadata.kv_lens[:, None] > _LONG, 0, super().window_start(position, layer))
 
 
 @fault(
-    slug="swa-fp8-consumer-stops-early",
-    source="flashinfer #3682, #3578",
-    modes=(ForwardMode.EXTEND,),
-    checks=("matches-oracle",),
-    hint="nothing computed them|missing",
+    "flashinfer #3682, #3578",
+    "matches-oracle",
+    "nothing computed them|missing",
+    modes="extend",
     modelled="keys behind the 256th are left out, where the kernel waited for them for ever",
 )
 class SwaFp8ConsumerStopsEarly(PlannedBackend):
@@ -111,23 +82,15 @@ class SwaFp8ConsumerStopsEarly(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         return seen if layer.sliding_window_size < 0 else seen & (self.index[: seen.shape[-1]] < 256)
 
 
-@fault(
-    slug="shared-prefix-without-window",
-    source="vLLM #11635, #55227",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="KV tokens before the window are visible",
-)
+@fault("vLLM #11635, #55227", "matches-oracle", "KV tokens before the window are visible")
 class SharedPrefixWithoutWindow(CascadeBackend):
     """The prefix that all requests share is attended once for all of them, and the window is not passed on."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         return super().visible(meta, layer, position) | (
             self.index[: self.pages * self.context.page_size] < self.common

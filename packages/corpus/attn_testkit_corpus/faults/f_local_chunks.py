@@ -32,31 +32,25 @@ class ChunkedBackend(PlannedBackend):
 
 
 @fault(
-    slug="chunk-taken-for-a-window",
-    source="general; layers with a size of chunks and a kernel that has windows",
-    modes=_MODES,
-    checks=("matches-oracle", "reads-own-kv"),
-    hint="",
+    "general; layers with a size of chunks and a kernel that has windows",
+    "matches-oracle reads-own-kv",
+    modes="decode extend",
 )
 class ChunkTakenForAWindow(ChunkedBackend):
     """A row sees as many keys back as a chunk has, those of the chunk before among them."""
 
-    @override
     def in_chunk(self, key: torch.Tensor, position: torch.Tensor, size: int) -> torch.Tensor:
         return key > position - size
 
 
 @fault(
-    slug="chunk-of-the-last-row-for-all",
-    source="general; batches cut into chunks by their lengths only (vLLM's virtual batches)",
-    modes=("extend",),
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="",
+    "general; batches cut into chunks by their lengths only (vLLM's virtual batches)",
+    "matches-oracle reads-own-kv finite",
+    modes="extend",
 )
 class ChunkOfTheLastRowForAll(ChunkedBackend):
     """All rows of a request see the chunk that its last one is in, and rows of the chunk before see no key."""
 
-    @override
     def in_chunk(self, key: torch.Tensor, position: torch.Tensor, size: int) -> torch.Tensor:
         assert self.metadata is not None
         last = (self.metadata.kv_lens.long() - 1)[:, None, None]

@@ -38,33 +38,24 @@ class AlibiBackend(DenseBackend):
         return self.key_position - self.position[..., None]
 
 
-@fault(
-    slug="slopes-of-another-group",
-    source="general; slopes indexed by the head inside its group",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="order turned",
-)
+@fault("general; slopes indexed by the head inside its group", "matches-oracle", "order turned", modes=_MODES)
 class SlopesOfAnotherGroup(AlibiBackend):
     """Slopes are laid out as [G, Hk], so most query heads have the slope of another one."""
 
-    @override
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         found = layer.alibi_slopes
         return None if found is None else found.view(layer.q_per_kv, layer.tp_k_head_num).t()
 
 
 @fault(
-    slug="slopes-of-the-first-rank",
-    source="general; slopes made from the number of heads on the rank (FlashInfer's ALIBI with tensor parallelism)",
+    "general; slopes made from the number of heads on the rank (FlashInfer's ALIBI with tensor parallelism)",
+    "matches-oracle",
+    "number of heads",
     modes=_MODES,
-    checks=("matches-oracle",),
-    hint="number of heads",
 )
 class SlopesOfTheFirstRank(AlibiBackend):
     """The kernel makes slopes from the number of its heads, as if the rank had all of them."""
 
-    @override
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         found = super().slopes(layer)
         if found is None:
@@ -74,51 +65,33 @@ class SlopesOfTheFirstRank(AlibiBackend):
 
 
 @fault(
-    slug="bias-by-the-longest-request",
-    source="general; distances to the longest row of the batch, clamped",
+    "general; distances to the longest row of the batch, clamped",
+    "matches-oracle",
     modes=_MODES,
-    checks=("matches-oracle",),
-    hint="",
     modelled="distances of more than 64 are clamped, where the longest request sets the bound",
 )
 class BiasByTheLongestRequest(AlibiBackend):
     """Distances are counted from the end of the longest request and clamped, so keys of short ones have equal bias."""
 
-    @override
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens.max()).clamp(min=-64).expand(-1, self.position.shape[1], -1)
 
 
-@fault(
-    slug="bias-before-the-scale",
-    source="general; the bias is added to q.k, and the sum is scaled",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="scaled slopes",
-)
+@fault("general; the bias is added to q.k, and the sum is scaled", "matches-oracle", "scaled slopes", modes=_MODES)
 class BiasBeforeTheScale(AlibiBackend):
     """The scale is applied to the bias as well."""
 
-    @override
     def distance(self) -> torch.Tensor:
         return super().distance() * self.scaling
 
-    @override
     def with_bias(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.scaling = layer.scaling
         return super().with_bias(logits, layer)
 
 
-@fault(
-    slug="bias-of-the-first-layer",
-    source="general; slopes kept by the plan of the first layer",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="slopes of layer 0",
-)
+@fault("general; slopes kept by the plan of the first layer", "matches-oracle", "slopes of layer 0", modes=_MODES)
 class BiasOfTheFirstLayer(AlibiBackend):
     """Slopes are read from the first layer once, and used in all."""
 
-    @override
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         return super().slopes(self.context.layers[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardMode
+from attn_testkit.contract import AttentionLayer
 
 from .builds import TiledBackend
 from .c_new_rows import FP8
@@ -13,25 +13,15 @@ from .catalogue import fault
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["Fp8Probabilities"]
-
-_ALL = tuple(ForwardMode)
 _E4M3 = torch.float8_e4m3fn
 
 
-@fault(
-    slug="fp8-store-does-not-saturate",
-    source="general; torch casts of sglang's set_kv_buffer",
-    modes=_ALL,
-    checks=("writes-own-kv", "finite"),
-    hint="NaN|nan|saturat",
-)
+@fault("general; torch casts of sglang's set_kv_buffer", "writes-own-kv finite", "NaN|nan|saturat")
 class Fp8StoreDoesNotSaturate(PlannedBackend):
     """Rows are cast to e4m3 without a limit, which makes NaN of everything beyond 448."""
 
     capabilities = FP8
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         buffers = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         for buffer, rows, scale in zip(buffers, (k, v), (layer.k_scale, layer.v_scale), strict=True):
@@ -41,19 +31,12 @@ class Fp8StoreDoesNotSaturate(PlannedBackend):
             buffer.view(torch.uint8)[meta.slots] = stored
 
 
-@fault(
-    slug="fp8-queries-not-declared",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="matmul_dtype",
-)
+@fault("general", "matches-oracle", "matmul_dtype")
 class Fp8QueriesNotDeclared(DenseBackend):
     """Queries are rounded to FP8 with an FP8 pool, although matmul_dtype declares the model's dtype."""
 
     capabilities = DenseBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"}, families={"gqa"}, dtypes={"bf16"})
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().queries(q, layer).clamp(-448, 448).to(_E4M3).float()
 
@@ -83,103 +66,60 @@ class Fp8Probabilities(PlannedBackend):
         return (p * 256).to(_E4M3).float() / (256 * total)
 
 
-@fault(
-    slug="fp8-queries-limited-to-224",
-    source="general; the limit that servers have for e4m3fnuz of ROCm",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="",
-)
+@fault("general; the limit that servers have for e4m3fnuz of ROCm", "matches-oracle", slug="fp8-queries-limited-to-224")
 class Fp8QueriesLimitedTo224(Fp8Probabilities):
     """Queries are limited to 224 before they are rounded to an FP8 that ends at 448."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows.clamp(-224, 224), keys, layer)
 
 
-@fault(
-    slug="fp8-probabilities-without-a-lift",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="weights|saturation|precision",
-)
+@fault("general", "matches-oracle", "weights|saturation|precision")
 class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
     """Probabilities that sum to 1 are rounded to FP8, in which those of a long request are 0."""
 
-    @override
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return (p / total).to(_E4M3).float()
 
 
-@fault(
-    slug="fp8-probabilities-without-a-factor",
-    source="flashinfer #5020",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="rounded to FP8 without a factor",
-)
+@fault("flashinfer #5020", "matches-oracle", "rounded to FP8 without a factor")
 class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
     """Probabilities of at most 1 are rounded to FP8, in which small ones vanish; their sum is taken before."""
 
-    @override
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return p.to(_E4M3).float() / total
 
 
-@fault(
-    slug="sums-of-16-bits",
-    source="general; fp16 accumulators of tensor cores",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="sums",
-)
+@fault("general; fp16 accumulators of tensor cores", "matches-oracle", "sums", slug="sums-of-16-bits")
 class SumsOf16Bits(TiledBackend):
     """P V of fp16 is accumulated in fp16, sixteen keys at a time."""
 
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
     keys_in_tile = 16
 
-    @override
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return (out + part).half().float()
 
 
-@fault(
-    slug="products-of-16-bits-overflow",
-    source="llama.cpp #17746, llama.cpp #18614",
-    modes=_ALL,
-    checks=("finite", "matches-oracle"),
-    hint="overflow",
-)
+@fault("llama.cpp #17746, llama.cpp #18614", "finite matches-oracle", "overflow", slug="products-of-16-bits-overflow")
 class ProductsOf16BitsOverflow(TiledBackend):
     """P V of a tile of keys is rounded to fp16 before it is added in float32: large values make it infinite."""
 
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
     keys_in_tile = 16
 
-    @override
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return out + part.half().float()
 
 
-@fault(
-    slug="bf16-rows-converted-to-fp16",
-    source="general; vLLM #53334",
-    modes=_ALL,
-    checks=("finite",),
-    hint="overflow",
-)
+@fault("general; vLLM #53334", "finite", "overflow")
 class Bf16RowsConvertedToFp16(TiledBackend):
     """Keys and values of a bf16 model are converted to fp16 for the kernel, in which large ones are infinite."""
 
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"bf16"}, kv_dtypes={"same"})
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys.half().float(), layer)
 
-    @override
     def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return super().product(p, values.half().float())

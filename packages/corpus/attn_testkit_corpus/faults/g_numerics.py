@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, ForwardBatch
 
 from .catalogue import fault
 from .dense import DenseBackend
 
-_ALL = tuple(ForwardMode)
-_DECODE = (ForwardMode.DECODE,)
 
-
-@fault(
-    slug="mla-rope-slice-of-folded-k",
-    source="sglang #38666",
-    modes=_DECODE,
-    checks=("writes-own-kv", "matches-oracle"),
-    hint="slot",
-)
+@fault("sglang #38666", "writes-own-kv matches-oracle", "slot", modes="decode", slug="mla-rope-slice-of-folded-k")
 class MlaRopeStoredBehindTheRow(DenseBackend):
     """The rope part, which k already holds, is stored once more after the row, in the next slot."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -43,17 +32,10 @@ class MlaRopeStoredBehindTheRow(DenseBackend):
         return out
 
 
-@fault(
-    slug="v-dims-taken-from-k",
-    source="flash-attention e3b2400a, 6d199aa2, 9e07d6d3",
-    modes=_ALL,
-    checks=("matches-oracle", "output-written"),
-    hint="values",
-)
+@fault("flash-attention e3b2400a, 6d199aa2, 9e07d6d3", "matches-oracle output-written", "values")
 class VDimsTakenFromK(DenseBackend):
     """The output epilogue walks rows of K's width, but MLA's V and output are narrower."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -68,82 +50,51 @@ class VDimsTakenFromK(DenseBackend):
         return wide.reshape(-1)[: out.numel()].view_as(out)
 
 
-@fault(
-    slug="finite-mask-sentinel",
-    source="flashinfer #4401, #4267, #4450",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="minus infinity",
-)
+@fault("flashinfer #4401, #4267, #4450", "matches-oracle", "minus infinity")
 class FiniteMaskSentinel(DenseBackend):
     """Masked logits are -5e4, and a valid logit below that never becomes the maximum."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         masked = logits.masked_fill(~seen[:, None, None], -5e4)
         return super().weights(masked, torch.ones_like(seen), layer).masked_fill(~seen[:, None, None], 0.0)
 
 
 @fault(
-    slug="fp8-p-saturation",
-    source="flash-attention #2717",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="saturation",
+    "flash-attention #2717",
+    "matches-oracle",
+    "saturation",
     modelled="P keeps its precision; only the saturation is there, and without sinks",
 )
 class Fp8PSaturation(DenseBackend):
     """The running maximum may be 2^4 too small and P is scaled by 2^8: it reaches 4096 and saturates at 448."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         p = super().weights(logits, seen, layer)
         top = p.amax(-1, keepdim=True).clamp(min=1e-30)
         return (p / top * 4096).clamp(max=448) / 4096 * top
 
 
-@fault(
-    slug="logits-in-bf16",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="weights",
-)
+@fault("general", "matches-oracle", "weights")
 class LogitsInBf16(DenseBackend):
     """QK^T is kept in bfloat16 between the product and the softmax."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, layer).bfloat16().float()
 
 
-@fault(
-    slug="p-in-fp8-undeclared",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="FP8",
-)
+@fault("general", "matches-oracle", "FP8", slug="p-in-fp8-undeclared")
 class PInFp8(DenseBackend):
     """Probabilities are rounded to FP8 with an FP8 pool, and that is not declared."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         p = super().weights(logits, seen, layer)
         return p.to(torch.float8_e4m3fn).float() if self.context.kv_pool.dtype.itemsize == 1 else p
 
 
-@fault(
-    slug="no-maximum-subtracted",
-    source="general",
-    modes=_ALL,
-    checks=("finite", "matches-oracle"),
-    hint="nan",
-)
+@fault("general", "finite matches-oracle", "nan")
 class NoMaximumSubtracted(DenseBackend):
     """The exponential has the bare logit: right for small logits, 0 / 0 or inf for large ones."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         e = logits.masked_fill(~seen[:, None, None], -torch.inf).exp()
         total = e.sum(-1, keepdim=True)
@@ -152,17 +103,10 @@ class NoMaximumSubtracted(DenseBackend):
         return e / total
 
 
-@fault(
-    slug="heads-mapped-round-robin",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="KV head h % ",
-)
+@fault("general", "matches-oracle", "KV head h % ")
 class HeadsMappedRoundRobin(DenseBackend):
     """Query head h uses KV head h % Hk, but heads of a group are adjacent: h // G."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -177,17 +121,10 @@ class HeadsMappedRoundRobin(DenseBackend):
         return out[:, order.argsort()]
 
 
-@fault(
-    slug="heads-mapped-by-power-of-two",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="query of head",
-)
+@fault("general", "matches-oracle", "query of head")
 class HeadsMappedByPowerOfTwo(DenseBackend):
     """The group size is rounded up to a power of two, so groups of 3, 5, 6 or 7 straddle KV heads."""
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         group = layer.q_per_kv
         padded = 1 << (group - 1).bit_length()
@@ -195,32 +132,18 @@ class HeadsMappedByPowerOfTwo(DenseBackend):
         return super().queries(q[:, at.clamp(max=layer.tp_q_head_num - 1).reshape(-1)], layer)
 
 
-@fault(
-    slug="kv-of-layer-zero",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="values of layer 0 in all layers",
-)
+@fault("general", "matches-oracle", "values of layer 0 in all layers")
 class KvOfLayerZero(DenseBackend):
     """The KV buffer of the first layer is captured in the plan and read by every layer."""
 
-    @override
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         return super().values(self.context.layers[0])
 
 
-@fault(
-    slug="last-kv-head-repeated",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="head mapping|KV head h, or the last",
-)
+@fault("general", "matches-oracle", "head mapping|KV head h, or the last")
 class LastKvHeadRepeated(DenseBackend):
     """The KV head is found by a shift for group sizes that are powers of two and clamped for all others."""
 
-    @override
     def keys(self, layer: AttentionLayer) -> torch.Tensor:
         keys = super().keys(layer)
         return keys[:, :, -1:].expand_as(keys) if layer.q_per_kv & (layer.q_per_kv - 1) else keys

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardMode
+from attn_testkit.contract import AttentionLayer
 
 from .catalogue import fault
 from .parent import PlannedBackend
 
-_ALL = tuple(ForwardMode)
 
-
-@fault(
-    slug="lse-base-mismatch-chunked-prefix",
-    source="sglang #35045, #40903",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="weights",
-)
+@fault("sglang #35045, #40903", "matches-oracle", "weights", slug="lse-base-mismatch-chunked-prefix")
 class LseBaseMismatch(PlannedBackend):
     """Partial results carry a log-sum-exp in base 2, and the merge takes it for a natural one."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc, lse * 1.4426950408889634, layer)
 
 
-@fault(
-    slug="lse-wrong-when-split",
-    source="flashinfer #58, #50",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="log-sum-exps",
-)
+@fault("flashinfer #58, #50", "matches-oracle", "log-sum-exps", slug="lse-wrong-when-split")
 class LseWithoutMaximum(PlannedBackend):
     """A split stores the logarithm of its sum without its own maximum."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -47,17 +30,10 @@ class LseWithoutMaximum(PlannedBackend):
         lse.copy_(torch.where(top == -torch.inf, lse, lse - top))
 
 
-@fault(
-    slug="sink-counted-per-split",
-    source="rocm-libraries #12229",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="a sink that counts",
-)
+@fault("rocm-libraries #12229", "matches-oracle", "a sink that counts")
 class SinkCountedPerSplit(PlannedBackend):
     """Every split that has keys adds the sink to its own denominator, and the combine does not."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if layer.sinks is None:
             return super().combine(acc, lse, layer)

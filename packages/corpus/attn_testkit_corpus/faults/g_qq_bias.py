@@ -61,87 +61,69 @@ class QQBiasBackend(DenseBackend):
 
 
 @fault(
-    slug="qq-bias-not-added",
-    source="general; a path of a kernel without the bias",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="right without it",
+    "general; a path of a kernel without the bias", "matches-oracle", "right without it", modes="extend target-verify"
 )
 class QQBiasNotAdded(QQBiasBackend):
     """The kernel masks later rows, and adds no bias."""
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.zeros_like(super().given(batch))
 
 
 @fault(
-    slug="qq-bias-scaled",
-    source="general; the bias is added to q.k, and the sum is scaled",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="scaled biases",
+    "general; the bias is added to q.k, and the sum is scaled",
+    "matches-oracle",
+    "scaled biases",
+    modes="extend target-verify",
 )
 class QQBiasScaled(QQBiasBackend):
     """The softmax scale is applied to the bias as well."""
 
-    @override
     def factor(self, layer: AttentionLayer) -> float:
         return layer.scaling
 
 
 @fault(
+    "general; kernels whose softmax uses exp2, with log2(e) in the scale",
+    "matches-oracle",
+    "log2",
+    modes="extend target-verify",
     slug="qq-bias-in-base-2",
-    source="general; kernels whose softmax uses exp2, with log2(e) in the scale",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="log2",
 )
 class QQBiasInBase2(QQBiasBackend):
     """Logits are multiplied by log2(e) for exp2, and the bias is not."""
 
-    @override
     def factor(self, layer: AttentionLayer) -> float:
         return math.log(2)
 
 
 @fault(
-    slug="qq-bias-of-the-first-request",
-    source="vLLM 0.33, unified_attention: rows of qq_bias are numbered inside their request",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="request 0",
+    "vLLM 0.33, unified_attention: rows of qq_bias are numbered inside their request",
+    "matches-oracle",
+    "request 0",
+    modes="extend target-verify",
 )
 class QQBiasOfTheFirstRequest(QQBiasBackend):
     """Rows of the bias are counted from the start of the batch, without the request's first row in cu_seqlens_q."""
 
-    @override
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         return bias[self.row - self.starts[:, None]]
 
 
-@fault(
-    slug="qq-bias-turned",
-    source="general; columns and rows of the bias swapped",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="transposed",
-)
+@fault("general; columns and rows of the bias swapped", "matches-oracle", "transposed", modes="extend target-verify")
 class QQBiasTurned(QQBiasBackend):
     """The bias of row j on row i is added to the logit of row i and key j."""
 
-    @override
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         return super().of_rows(bias)[..., : self.row.shape[1]].transpose(1, 2)
 
 
 @fault(
-    slug="qq-bias-of-the-capture",
-    source="general; the bias copied by the plan of the capture",
-    modes=_MODES,
-    executions=("graph",),
-    checks=("replay-follows-batch",),
-    hint="which it is at the capture",
+    "general; the bias copied by the plan of the capture",
+    "replay-follows-batch",
+    "which it is at the capture",
+    modes="extend target-verify",
+    executions="graph",
 )
 class QQBiasOfTheCapture(QQBiasBackend):
     """The plan of a capture copies the bias, and replays read that copy."""
@@ -150,29 +132,25 @@ class QQBiasOfTheCapture(QQBiasBackend):
         super().__init__(context)
         self.of_captures: dict[int, torch.Tensor] = {}
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture and batch.qq_bias is not None:
             # One for each bucket, kept as long as its graph.
             self.of_captures[len(batch.input_ids)] = batch.qq_bias.clone()
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         return self.of_captures.get(len(batch.input_ids), super().given(batch))
 
 
 @fault(
-    slug="qq-bias-before-the-soft-cap",
-    source="general; kernels cap the sum, and vLLM adds qq_bias to the capped logit",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="added before the soft cap",
+    "general; kernels cap the sum, and vLLM adds qq_bias to the capped logit",
+    "matches-oracle",
+    "added before the soft cap",
+    modes="extend target-verify",
 )
 class QQBiasBeforeTheSoftCap(QQBiasBackend):
     """The soft cap is applied to the sum of logit and bias."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         logits = torch.einsum("bwhgd,bshd->bhgws", rows, keys) * layer.scaling
         if self.bias is not None:
@@ -181,59 +159,44 @@ class QQBiasBeforeTheSoftCap(QQBiasBackend):
 
 
 @fault(
-    slug="qq-bias-on-the-first-keys",
-    source="general; columns of the bias counted from the first key of the request",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="",
+    "general; columns of the bias counted from the first key of the request",
+    "matches-oracle",
+    modes="extend target-verify",
 )
 class QQBiasOnTheFirstKeys(QQBiasBackend):
     """The bias is added to the first keys of the prefix instead of those of the step."""
 
-    @override
     def columns(self) -> torch.Tensor:
         return self.key.expand(len(self.kv_lens), -1)
 
 
-@fault(
-    slug="qq-bias-without-its-stride",
-    source="general; rows of the bias addressed by its width",
-    modes=_MODES,
-    checks=("finite",),
-    hint="use its stride",
-)
+@fault("general; rows of the bias addressed by its width", "finite", "use its stride", modes="extend target-verify")
 class QQBiasWithoutItsStride(QQBiasBackend):
     """Rows of the bias are taken to follow each other without a gap."""
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         bias = super().given(batch)
         return bias.as_strided(bias.shape, (bias.shape[1], 1))
 
 
 @fault(
-    slug="qq-bias-as-wide-as-its-stride",
-    source="vLLM 0.33, load_qq_bias_tile: keys up to qq_bias.stride(0) have a bias, which is added behind the mask",
-    modes=_MODES,
-    checks=("finite",),
-    hint="",
+    "vLLM 0.33, load_qq_bias_tile: keys up to qq_bias.stride(0) have a bias, which is added behind the mask",
+    "finite",
+    modes="extend target-verify",
     modelled="keys behind the request's last one are computed for all columns of the request table",
 )
 class QQBiasAsWideAsItsStride(QQBiasBackend):
     """Masked keys behind the last row get the numbers between the rows of the bias, and -inf + NaN is NaN."""
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         bias = super().given(batch)
         return bias.as_strided((len(bias), bias.stride(0)), (bias.stride(0), 1))
 
-    @override
     def bias_of_keys(self, bias: torch.Tensor) -> torch.Tensor:
         column = self.columns()[:, None].expand(-1, self.row.shape[1], -1)
         placed = self.of_rows(bias).gather(2, column.clamp(0, bias.shape[1] - 1))
         return placed.masked_fill((column < 0) | (column >= bias.shape[1]), 0.0)
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         bias = torch.zeros(()) if self.bias is None else self.bias.masked_fill(seen, 0.0)[:, None, None]
         found = super().weights(logits, seen, layer)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext
 
 from .catalogue import fault
 from .g_narrow_numbers import Fp8Probabilities
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["Fp8QueriesScaled", "Fp8QueriesScaledPerTensor"]
-
-_ALL = tuple(ForwardMode)
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
 _LEAST_SCALE = 1 / (_LARGEST * 512)
@@ -62,43 +59,26 @@ class Fp8QueriesScaledPerTensor(Fp8QueriesScaled):
         return q.abs().masked_fill((meta.slots == 0)[:, None, None], 0.0)
 
 
-@fault(
-    slug="fp8-query-scale-not-multiplied-back",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="scale",
-)
+@fault("general", "matches-oracle", "scale")
 class Fp8QueryScaleNotMultipliedBack(Fp8QueriesScaled):
     """Queries are divided by their scale, and logits are not multiplied by it."""
 
-    @override
     def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(scales)
 
 
-@fault(
-    slug="fp8-query-scale-of-another-token",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="scale",
-)
+@fault("general", "matches-oracle", "scale")
 class Fp8QueryScaleOfAnotherToken(Fp8QueriesScaled):
     """Logits of a row are multiplied by the scale of the token before it."""
 
-    @override
     def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
         return scales.roll(1, 0)
 
 
 @fault(
-    slug="fp8-query-scale-of-the-capture",
-    source="general; scales that are calibrated in the first forward",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("replay-follows-batch", "matches-oracle", "finite"),
-    hint="",
+    "general; scales that are calibrated in the first forward",
+    "replay-follows-batch matches-oracle finite",
+    executions="graph",
 )
 class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
     """Scales in a graph are those of the last warm-up before its capture."""
@@ -107,7 +87,6 @@ class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
         super().__init__(context)
         self.kept: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         fresh = super().scales(q, meta, layer)
         if not self.in_graph:
@@ -115,87 +94,46 @@ class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
         return self.kept.setdefault((len(q), meta.max_q_len, layer.layer_id), fresh)
 
 
-@fault(
-    slug="fp8-query-scale-of-padded-rows",
-    source="general; sglang #28144",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("padding-inert", "finite", "matches-oracle"),
-    hint="",
-)
+@fault("general; sglang #28144", "padding-inert finite matches-oracle", executions="graph")
 class Fp8QueryScaleOfPaddedRows(Fp8QueriesScaledPerTensor):
     """The scale of all live rows is computed from padding rows too."""
 
-    @override
     def sizes(self, q: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return q.abs()
 
 
-@fault(
-    slug="fp8-query-scale-of-zeros",
-    source="aiter #4195, of queries",
-    modes=_ALL,
-    checks=("finite", "matches-oracle"),
-    hint="queries of zeros",
-)
+@fault("aiter #4195, of queries", "finite matches-oracle", "queries of zeros")
 class Fp8QueryScaleOfZeros(Fp8QueriesScaled):
     """The scale of a token whose queries are zeros is 0, and zeros are divided by it."""
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return q.abs().amax((1, 2), keepdim=True) / _LARGEST
 
 
-@fault(
-    slug="fp8-queries-saturate",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="q_scale",
-)
+@fault("general", "matches-oracle", "q_scale")
 class Fp8QueriesSaturate(Fp8QueriesScaled):
     """Queries are rounded to FP8 unscaled, so those beyond 448 become 448; q_scale declares a scale."""
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return torch.ones_like(q[..., :1])
 
 
-@fault(
-    slug="fp8-small-queries-vanish",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="",
-)
+@fault("general", "matches-oracle")
 class Fp8SmallQueriesVanish(Fp8QueriesScaled):
     """Scales below 1 are replaced by 1, so small queries round to zero in FP8."""
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return super().scales(q, meta, layer).clamp(min=1.0)
 
 
-@fault(
-    slug="fp8-query-scale-per-tensor-as-per-token",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="q_scale='per_tensor'",
-)
+@fault("general", "matches-oracle", "q_scale='per_tensor'")
 class Fp8QueryScalePerTensorAsPerToken(Fp8QueriesScaledPerTensor):
     """Queries have one scale for all rows, and q_scale declares one per token."""
 
     capabilities = Fp8QueriesScaled.capabilities
 
 
-@fault(
-    slug="fp8-query-scale-not-declared",
-    source="sglang #28144",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="q_scale='per_t",
-)
+@fault("sglang #28144", "matches-oracle", "q_scale='per_t")
 class Fp8QueryScaleNotDeclared(Fp8QueriesScaled):
     """Queries are scaled before they are rounded to FP8, and q_scale declares no scale."""
 

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
-
-from attn_testkit.contract import ForwardMode
 
 from .builds import TiledBackend
 from .catalogue import fault
 
-_ALL = tuple(ForwardMode)
 
-
-@fault(
-    slug="rescale-takes-tile-maximum",
-    source="FlyDSL #1033",
-    modes=_ALL,
-    checks=("finite", "matches-oracle"),
-    hint="nan|weights",
-)
+@fault("FlyDSL #1033", "finite matches-oracle", "nan|weights")
 class RescaleTakesTileMaximum(TiledBackend):
     """A row past the threshold sends its whole group into the rescale, which takes each row's tile maximum though the
     old one may be larger.
     """
 
-    @override
     def raise_maximum(self, top: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
         largest = tile.amax(-1)
         grown = (largest > top + self.slack).flatten(2).any(2)[:, :, None, None, None]

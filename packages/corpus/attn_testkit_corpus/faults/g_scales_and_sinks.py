@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, ForwardBatch
 
 from .catalogue import fault
 from .dense import DenseBackend
 
-_ALL = tuple(ForwardMode)
 _LONG = 1024
 """Number of keys above which a request takes the other path."""
 
@@ -24,85 +22,51 @@ def _long(kv_lens: torch.Tensor) -> torch.Tensor:
     return (kv_lens > _LONG)[:, None, None, None, None]
 
 
-@fault(
-    slug="scale-missing-from-cache-key",
-    source="flashinfer #4014",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="scale",
-)
+@fault("flashinfer #4014", "matches-oracle", "scale")
 class ScaleMissingFromCacheKey(DenseBackend):
     """A compiled kernel has the softmax scale baked in, and the process-wide cache looks only at shapes."""
 
     compiled: ClassVar[dict[tuple[int, ...], float]] = {}
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         scaling = self.compiled.setdefault((layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim), layer.scaling)
         return super().logits(rows, keys, replace(layer, scaling=scaling))
 
 
 @fault(
-    slug="scale-hardcoded-or-ignored",
-    source="flashinfer #1072; TensorRT-LLM #12089",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint=r"1/sqrt\(head_dim\)",
+    "flashinfer #1072; TensorRT-LLM #12089", "matches-oracle", r"1/sqrt\(head_dim\)", slug="scale-hardcoded-or-ignored"
 )
 class ScaleHardcoded(DenseBackend):
     """The kernel uses 1 / sqrt(head_dim) instead of the layer's scale."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, scaling=layer.head_dim**-0.5))
 
 
-@fault(
-    slug="scale-applied-twice",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="the scale is applied twice",
-)
+@fault("general", "matches-oracle", "the scale is applied twice")
 class ScaleAppliedTwice(DenseBackend):
     """q is scaled before the kernel, and the kernel scales again."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows * layer.scaling, keys, layer)
 
 
-@fault(
-    slug="mla-scale-from-latent-dim",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="scale",
-)
+@fault("general", "matches-oracle", "scale")
 class MlaScaleFromLatentDim(DenseBackend):
     """The scale of MLA is 1 / sqrt(latent + rope), the width of the absorbed row, not the model's."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         scaling = layer.head_dim**-0.5 if layer.is_mla else layer.scaling
         return super().logits(rows, keys, replace(layer, scaling=scaling))
 
 
-@fault(
-    slug="softcap-after-mask",
-    source="flashinfer #350",
-    modes=_ALL,
-    checks=("matches-oracle", "reads-own-kv"),
-    hint="right without the soft cap",
-)
+@fault("flashinfer #350", "matches-oracle reads-own-kv", "right without the soft cap", slug="softcap-after-mask")
 class SoftCapAfterMask(DenseBackend):
     """The soft cap comes after the mask and turns -inf into -cap, so masked keys keep weight."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0))
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
         if layer.logit_cap:
@@ -110,172 +74,100 @@ class SoftCapAfterMask(DenseBackend):
         return super().weights(logits, seen, layer)
 
 
-@fault(
-    slug="softcap-passed-at-run-not-plan",
-    source="sglang #33915, #34093",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right without a soft cap",
-)
+@fault("sglang #33915, #34093", "matches-oracle", "right without a soft cap", slug="softcap-passed-at-run-not-plan")
 class SoftCapIgnored(DenseBackend):
     """The cap is plan-time state, and is passed to the deprecated run call, which accepts and ignores it."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0))
 
 
-@fault(
-    slug="softcap-before-scale",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="of unscaled products",
-)
+@fault("general", "matches-oracle", "of unscaled products", slug="softcap-before-scale")
 class SoftCapBeforeScale(DenseBackend):
     """Q.k is capped first and scaled afterwards."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         raw = super().logits(rows, keys, replace(layer, scaling=1.0)) if layer.logit_cap else None
         return super().logits(rows, keys, layer) if raw is None else raw * layer.scaling
 
 
-@fault(
-    slug="softcap-of-first-layer",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="only layer 1|soft cap of layer 0 in all layers",
-)
+@fault("general", "matches-oracle", "only layer 1|soft cap of layer 0 in all layers", slug="softcap-of-first-layer")
 class SoftCapOfFirstLayer(DenseBackend):
     """The cap is planned once with the first layer's, which has none."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=self.context.layers[0].logit_cap))
 
 
-@fault(
-    slug="sink-swallowed-by-kwargs",
-    source="vLLM #52156",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right without sinks",
-)
+@fault("vLLM #52156", "matches-oracle", "right without sinks", slug="sink-swallowed-by-kwargs")
 class SinkSwallowed(DenseBackend):
     """The adapter takes the sinks in **kwargs and drops them."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, replace(layer, sinks=None))
 
 
-@fault(
-    slug="sinks-of-first-layer",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="only layer 1|sinks of layer 0 in all layers",
-)
+@fault("general", "matches-oracle", "only layer 1|sinks of layer 0 in all layers")
 class SinksOfFirstLayer(DenseBackend):
     """Sinks are read once, from the first layer, and used for all."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, replace(layer, sinks=self.context.layers[0].sinks))
 
 
-@fault(
-    slug="sink-scaled-like-a-logit",
-    source="rocm-libraries #12229",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="scaled like logits",
-)
+@fault("rocm-libraries #12229", "matches-oracle", "scaled like logits", slug="sink-scaled-like-a-logit")
 class SinkScaled(DenseBackend):
     """The sink joins before the scale and is multiplied by it."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         sinks = layer.sinks * layer.scaling if layer.sinks is not None else None
         return super().weights(logits, seen, replace(layer, sinks=sinks))
 
 
-@fault(
-    slug="sink-per-kv-head",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="sink of a group's first head",
-)
+@fault("general", "matches-oracle", "sink of a group's first head")
 class SinkPerKvHead(DenseBackend):
     """All query heads of a group use the sink of the group's first head."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         group = layer.q_per_kv
         sinks = layer.sinks[::group].repeat_interleave(group) if layer.sinks is not None else None
         return super().weights(logits, seen, replace(layer, sinks=sinks))
 
 
-@fault(
-    slug="sink-in-base-two",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="sinks in base 2",
-)
+@fault("general", "matches-oracle", "sinks in base 2")
 class SinkInBaseTwo(DenseBackend):
     """Logits are multiplied by log2(e) for exp2, and the sink is not."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         sinks = layer.sinks * math.log(2) if layer.sinks is not None else None
         return super().weights(logits, seen, replace(layer, sinks=sinks))
 
 
 @fault(
+    "flashinfer #1023, #1254, #1416, #4979",
+    "matches-oracle",
+    "right without v_scale",
     slug="kv-scale-lost-in-positional-args",
-    source="flashinfer #1023, #1254, #1416, #4979",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right without v_scale",
 )
 class VScaleLost(DenseBackend):
     """Scales are passed by position into *args, and the V scale is dropped."""
 
-    @override
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         return super().values(layer) / layer.v_scale
 
 
-@fault(
-    slug="k-scale-lost",
-    source="flashinfer #1023",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right without k_scale",
-)
+@fault("flashinfer #1023", "matches-oracle", "right without k_scale")
 class KScaleLost(DenseBackend):
     """The K scale of an FP8 pool never reaches the kernel."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, k_scale=1.0))
 
 
-@fault(
-    slug="kv-scale-host-copy-never-set",
-    source="sglang #20705",
-    modes=_ALL,
-    checks=("writes-own-kv", "matches-oracle"),
-    hint="scale",
-)
+@fault("sglang #20705", "writes-own-kv matches-oracle", "scale", slug="kv-scale-host-copy-never-set")
 class ScaleHostCopyNeverSet(DenseBackend):
     """The float that the backend reads keeps its default of 1.0 when scales are loaded, for writing and for reading."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -288,63 +180,37 @@ class ScaleHostCopyNeverSet(DenseBackend):
         return super().forward(q, k, v, replace(layer, k_scale=1.0, v_scale=1.0), batch, save_kv_cache)
 
 
-@fault(
-    slug="k-scale-used-for-v",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="k_scale in place of v_scale",
-)
+@fault("general", "matches-oracle", "k_scale in place of v_scale")
 class KScaleUsedForV(DenseBackend):
     """One scale, K's, is applied to both."""
 
-    @override
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         return super().values(layer) * (layer.k_scale / layer.v_scale)
 
 
-@fault(
-    slug="long-path-without-soft-cap",
-    source="flash-attention 2.6; sgl-kernel-xpu #491",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right without a soft cap",
-)
+@fault("flash-attention 2.6; sgl-kernel-xpu #491", "matches-oracle", "right without a soft cap")
 class LongPathWithoutSoftCap(DenseBackend):
     """Requests of more than 1024 keys take the path of split keys, which was built without the soft cap."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         plain = super().logits(rows, keys, replace(layer, logit_cap=0.0))
         return torch.where(_long(self.kv_lens), plain, super().logits(rows, keys, layer))
 
 
-@fault(
-    slug="long-path-without-sinks",
-    source="sgl-kernel-xpu #491",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right without sinks",
-)
+@fault("sgl-kernel-xpu #491", "matches-oracle", "right without sinks")
 class LongPathWithoutSinks(DenseBackend):
     """Requests of more than 1024 keys take the path of split keys, whose combine knows no sinks."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         plain = super().weights(logits, seen, replace(layer, sinks=None))
         return torch.where(_long(self.kv_lens), plain, super().weights(logits, seen, layer))
 
 
 @fault(
-    slug="soft-cap-lost-on-windowed-layers",
-    source="general; models with a window and a soft cap in one layer (Gemma 2)",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right without a soft cap",
+    "general; models with a window and a soft cap in one layer (Gemma 2)", "matches-oracle", "right without a soft cap"
 )
 class SoftCapLostOnWindowedLayers(DenseBackend):
     """The kernel is chosen only by the window, and the windowed one was built without a soft cap."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0) if layer.sliding_window_size >= 0 else layer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardMode
 
@@ -22,11 +21,10 @@ def in_tf32(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @fault(
-    slug="float32-products-in-tf32",
-    source="vLLM (unified attention); tl.dot without input_precision",
+    "vLLM (unified attention); tl.dot without input_precision",
+    "matches-oracle",
+    "fp32_products",
     modes=_ALL,
-    checks=("matches-oracle",),
-    hint="fp32_products",
     modelled="factors are cut off before a product of float32",
 )
 class Float32ProductsInTf32(PlannedBackend):
@@ -34,11 +32,9 @@ class Float32ProductsInTf32(PlannedBackend):
 
     capabilities = FLOAT32
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(in_tf32(rows), in_tf32(keys), layer)
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -46,11 +42,11 @@ class Float32ProductsInTf32(PlannedBackend):
 
 
 @fault(
-    slug="float32-products-in-bf16-declared-as-tf32",
-    source="general; tl.dot of float32 with bf16 operands, one pass of bf16x3",
+    "general; tl.dot of float32 with bf16 operands, one pass of bf16x3",
+    "matches-oracle",
+    "the right KV tokens",
     modes=_ALL,
-    checks=("matches-oracle",),
-    hint="the right KV tokens",
+    slug="float32-products-in-bf16-declared-as-tf32",
     modelled="factors are rounded before a product of float32",
 )
 class Float32ProductsInBf16(PlannedBackend):
@@ -58,11 +54,9 @@ class Float32ProductsInBf16(PlannedBackend):
 
     capabilities = FLOAT32.with_changes(fp32_products="tf32")
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows.bfloat16().float(), keys.bfloat16().float(), layer)
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:

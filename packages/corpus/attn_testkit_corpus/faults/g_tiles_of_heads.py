@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, ForwardBatch
 
 from .catalogue import fault
 from .dense import DenseBackend
 
-_ALL = tuple(ForwardMode)
 
-
-@fault(
-    slug="head-tiles-straddle-groups",
-    source="vLLM #40792 (review); FreeToken #177",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="head mapping",
-)
+@fault("vLLM #40792 (review); FreeToken #177", "matches-oracle", "head mapping")
 class HeadTilesStraddleGroups(DenseBackend):
     """Heads are walked in tiles of 16, and a tile past a group's last whole one reaches into the next group."""
 
     tile = 16
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

@@ -32,28 +32,21 @@ class UsualScaling(DenseBackend):
         return layer.head_dim
 
 
-@fault(
-    slug="scale-of-a-padded-head-dim",
-    source="general; kernels that pad a head dim to a power of two",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="scale",
-)
+@fault("general; kernels that pad a head dim to a power of two", "matches-oracle", "scale", modes=_ALL)
 class ScaleOfAPaddedHeadDim(UsualScaling):
     """Rows of 96 are padded to 128, and so is the width in the scale."""
 
-    @override
     def width_of(self, layer: AttentionLayer) -> int:
         return 1 << (layer.head_dim - 1).bit_length()
 
 
 @fault(
-    slug="other-scales-than-the-usual-are-accepted",
-    source="general",
+    "general",
+    "refuses-undeclared",
+    "the constructor accepted it",
     modes=_ALL,
-    executions=("eager",),
-    checks=("refuses-undeclared",),
-    hint="the constructor accepted it",
+    executions="eager",
+    slug="other-scales-than-the-usual-are-accepted",
 )
 class OtherScalesAreAccepted(UsualScaling):
     """Only the usual scale is declared, and a model that has another is served with the usual one."""

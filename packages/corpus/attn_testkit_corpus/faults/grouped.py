@@ -14,8 +14,6 @@ from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendConte
 
 from .parent import PlannedBackend
 
-__all__ = ["GroupedBackend"]
-
 
 class GroupedBackend(AttentionBackend):
     """Healthy parent: a ``PlannedBackend`` per group, which knows only its layers, pool, table and slots."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
 
@@ -12,22 +11,18 @@ from .catalogue import fault
 from .dense import DenseBackend, Visibility
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _EXTENDS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 
 @fault(
-    slug="combine-all-minus-inf",
-    source="flash-attention 26d7d92f",
-    modes=_ALL,
-    checks=("finite", "matches-oracle"),
-    hint="nan",
+    "flash-attention 26d7d92f",
+    "finite matches-oracle",
+    "nan",
     modelled="a window empties the first splits, where upstream a row had no keys at all",
 )
 class CombineAllMinusInf(PlannedBackend):
     """Partial results are merged one after the other, and merging two empty ones computes -inf minus -inf."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         out, running = acc[:, 0], lse[:, 0]
         for split in range(1, self.max_splits):
@@ -39,18 +34,16 @@ class CombineAllMinusInf(PlannedBackend):
 
 
 @fault(
+    "aiter #4117, #3641",
+    "finite repeatable matches-oracle replay-follows-batch",
+    "partial results of empty splits",
     slug="uniform-splits-give-empty-splits",
-    source="aiter #4117, #3641",
-    modes=_ALL,
-    checks=("finite", "repeatable", "matches-oracle", "replay-follows-batch"),
-    hint="partial results of empty splits",
 )
 class EmptySplitsNotWritten(PlannedBackend):
     """Every request gets all splits; those without keys write nothing, and the combine takes what the workspace
     held.
     """
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -60,17 +53,10 @@ class EmptySplitsNotWritten(PlannedBackend):
         lse.copy_(torch.where(empty, before[1], lse))
 
 
-@fault(
-    slug="early-exit-without-writing",
-    source="lmdeploy #788; flash-attention a3a257c7",
-    modes=_ALL,
-    checks=("output-written", "finite"),
-    hint="never written",
-)
+@fault("lmdeploy #788; flash-attention a3a257c7", "output-written finite", "never written")
 class EarlyExitWithoutWriting(PlannedBackend):
     """The kernel returns early when there is no context before the step's tokens, and writes no output."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         right = super().attend(q, layer, meta)
         row = torch.searchsorted(meta.cu_seqlens_q[1:].long(), self.index[: len(q)], right=True)
@@ -79,18 +65,13 @@ class EarlyExitWithoutWriting(PlannedBackend):
 
 
 @fault(
-    slug="zero-kv-rows-in-chunk-merge",
-    source="sglang #22688, #22291; flashinfer #3047, #3779",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="weights",
+    "sglang #22688, #22291; flashinfer #3047, #3779", "matches-oracle", "weights", slug="zero-kv-rows-in-chunk-merge"
 )
 class EmptyChunkKeepsThePrevious(PlannedBackend):
     """Shorter requests have no keys in later chunks, and the kernel leaves the previous chunk's result for the
     merge.
     """
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -101,17 +82,10 @@ class EmptyChunkKeepsThePrevious(PlannedBackend):
             lse[:, split] = torch.where(empty[:, split], lse[:, split - 1], lse[:, split])
 
 
-@fault(
-    slug="empty-kv-modes-disagree",
-    source="flashinfer #353, #363, #440, #868",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="weights",
-)
+@fault("flashinfer #353, #363, #440, #868", "matches-oracle", "weights", slug="empty-kv-modes-disagree")
 class EmptyPartHasLseZero(PlannedBackend):
     """A split without keys has a log-sum-exp of 0 instead of -inf, so it gets weight in the merge."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -119,21 +93,13 @@ class EmptyPartHasLseZero(PlannedBackend):
         lse.masked_fill_(lse == -torch.inf, 0.0)
 
 
-@fault(
-    slug="chunk-not-multiple-of-tile",
-    source="flashinfer #1206",
-    modes=_ALL,
-    checks=("matches-oracle", "reads-own-kv"),
-    hint="more than once",
-)
+@fault("flashinfer #1206", "matches-oracle reads-own-kv", "more than once")
 class ChunkNotMultipleOfTile(PlannedBackend):
     """A split's length is not a multiple of the tile, and the lanes of its last tile past the end are not masked."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + self.max_splits - 1) // self.max_splits
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         chunk = meta.chunk.long()[:, None, None].clamp(min=1)
         key, split = self.index[: self.pages * self.context.page_size], self.index[: self.max_splits, None]
@@ -142,52 +108,45 @@ class ChunkNotMultipleOfTile(PlannedBackend):
 
 
 @fault(
+    "vLLM #35219, #47574; flash-attention #1745",
+    "reads-own-kv",
+    r"0 \* NaN is NaN",
     slug="recycled-block-bytes-decode-to-nan",
-    source="vLLM #35219, #47574; flash-attention #1745",
-    modes=_ALL,
-    checks=("reads-own-kv",),
-    hint=r"0 \* NaN is NaN",
 )
 class ZeroTimesNan(PlannedBackend):
     """Slots behind the last key are loaded and multiplied by a weight of 0: NaN left there by others gets through."""
 
-    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
 
 @fault(
+    "aiter #4245; sglang comments in aiter_backend",
+    "reads-own-kv padding-inert",
+    r"0 \* NaN is NaN",
     slug="oob-page-id-folds-to-slot0",
-    source="aiter #4245; sglang comments in aiter_backend",
-    modes=_ALL,
-    checks=("reads-own-kv", "padding-inert"),
-    hint=r"0 \* NaN is NaN",
 )
 class TailPagesFoldToPageZero(PlannedBackend):
     """Page ids behind a request's own resolve to page 0, which is loaded with a weight of 0 and holds padding's NaN."""
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots = super().key_slots(meta)
         return torch.where(self.index[: slots.shape[1]] < meta.kv_lens[:, None], slots, 0)
 
-    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
 
 @fault(
-    slug="partial-stats-collide",
-    source="flashinfer #3393",
+    "flashinfer #3393",
+    "matches-oracle finite",
+    "share state that each needs",
     modes=_EXTENDS,
-    checks=("matches-oracle", "finite"),
-    hint="share state that each needs",
     modelled="all rows find the statistics of the last row",
 )
 class PartialStatsCollide(PlannedBackend):
     """Offsets of the partial statistics count CTAs, not tokens: the rows of a request overwrite each other's."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -196,78 +155,49 @@ class PartialStatsCollide(PlannedBackend):
 
 
 @fault(
-    slug="varlen-paged-takes-split-path",
-    source="flash-attention #2550",
+    "flash-attention #2550",
+    "matches-oracle",
+    "later splits or tiles",
     modes=_EXTENDS,
-    checks=("matches-oracle",),
-    hint="later splits or tiles",
+    slug="varlen-paged-takes-split-path",
 )
 class VarlenTakesSplitPath(PlannedBackend):
     """Splits are set up for several query rows, whose kernel does not combine: only the first split comes out."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc[:, :1], lse[:, :1], layer)
 
 
-@fault(
-    slug="last-keys-in-no-split",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="missing",
-)
+@fault("general", "matches-oracle", "missing")
 class LastKeysInNoSplit(PlannedBackend):
     """Keys in one split are len // splits rounded down, so the last keys belong to none."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens // (self.max_splits * self.tile) * self.tile).clamp(min=self.tile)
 
 
-@fault(
-    slug="splits-averaged",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="weights",
-)
+@fault("general", "matches-oracle", "weights")
 class SplitsAveraged(PlannedBackend):
     """Partial results are averaged over the splits that have keys, without their log-sum-exps."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc, torch.where(lse == -torch.inf, lse, 0.0), layer)
 
 
-@fault(
-    slug="combine-without-maximum",
-    source="general",
-    modes=_ALL,
-    checks=("finite", "matches-oracle"),
-    hint="near -6e4",
-)
+@fault("general", "finite matches-oracle", "near -6e4")
 class CombineWithoutMaximum(PlannedBackend):
     """The combine takes exp of log-sum-exps without their maximum: 0 / 0 or inf / inf far from zero."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         weight = torch.exp(lse)
         total = weight.sum(1) + (0.0 if layer.sinks is None else torch.exp(layer.sinks))
         return (acc * weight[..., None]).sum(1) / total[..., None]
 
 
-@fault(
-    slug="partial-results-in-bf16",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="weights",
-)
+@fault("general", "matches-oracle", "weights")
 class PartialResultsInBf16(PlannedBackend):
     """Partial results are kept in bfloat16, whatever the model's dtype."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -275,49 +205,29 @@ class PartialResultsInBf16(PlannedBackend):
         acc.copy_(acc.bfloat16())
 
 
-@fault(
-    slug="mask-is-added",
-    source="general",
-    modes=_ALL,
-    checks=("reads-own-kv",),
-    hint="added mask",
-)
+@fault("general", "reads-own-kv", "added mask")
 class MaskIsAdded(DenseBackend):
     """The mask is added to the logits as 0 or -inf: NaN from an unowned slot stays NaN."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         added = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
         return super().weights(logits + added[:, None, None], torch.ones_like(seen), layer)
 
 
-@fault(
-    slug="longest-request-sets-the-loop",
-    source="sglang #22688",
-    modes=_ALL,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="are read",
-)
+@fault("sglang #22688", "reads-own-kv matches-oracle", "are read")
 class LongestRequestSetsTheLoop(DenseBackend):
     """The loop over keys runs to the longest request, and shorter ones read past their end."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         behind = (self.key >= self.kv_lens[:, None]) & (self.key < self.kv_lens.amax())
         return position, key, visible | behind[:, None]
 
 
-@fault(
-    slug="shared-prefix-lse-transposed",
-    source="vLLM #22003",
-    modes=_ALL,
-    checks=("matches-oracle",),
-)
+@fault("vLLM #22003", "matches-oracle")
 class SharedPrefixLseTransposed(CascadeBackend):
     """The shared part's log-sum-exps lie head by head, and the merge reads them row by row."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         part = lse[:, 0].flatten(0, 1)
         lse = lse.clone()

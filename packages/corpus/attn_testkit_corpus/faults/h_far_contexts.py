@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode
 
@@ -15,12 +14,11 @@ _DECODE = (ForwardMode.DECODE,)
 
 
 @fault(
-    slug="more-splits-than-are-merged",
-    source="general; split counts by max_context_len, merged in one block",
-    modes=_DECODE,
-    executions=("eager",),
-    checks=("matches-oracle",),
-    hint="max_context_len",
+    "general; split counts by max_context_len, merged in one block",
+    "matches-oracle",
+    "max_context_len",
+    modes="decode",
+    executions="eager",
     modelled="16 splits are merged, of as many as the context has pieces of 8192 tokens",
 )
 class MoreSplitsThanAreMerged(PlannedBackend):
@@ -35,6 +33,5 @@ class MoreSplitsThanAreMerged(PlannedBackend):
         self.max_splits = -(-context.max_context_len // 8192)
         super().__init__(context)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc[:, :16], lse[:, :16], layer)

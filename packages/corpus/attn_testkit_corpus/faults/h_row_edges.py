@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardMode
 
@@ -14,19 +13,12 @@ from .parent import Metadata, PlannedBackend
 _SEVERAL_ROWS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 
 
-@fault(
-    slug="splits-of-the-first-row",
-    source="general",
-    modes=_SEVERAL_ROWS,
-    checks=("keys-counted-once", "matches-oracle"),
-    hint="left out|missing",
-)
+@fault("general", "keys-counted-once matches-oracle", "left out|missing", modes=_SEVERAL_ROWS)
 class SplitsOfTheFirstRow(PlannedBackend):
     """The number of splits of 256 keys is that of a request's first row, and its later rows need one more."""
 
     split = 256
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         first = (meta.kv_lens - meta.cu_seqlens_q.diff() + 1).long()
         end = (first + self.split - 1) // self.split * self.split
@@ -35,18 +27,16 @@ class SplitsOfTheFirstRow(PlannedBackend):
 
 
 @fault(
-    slug="tiles-of-rows-begin-at-a-row",
-    source="general; vLLM's unified attention takes BLOCK_Q = BLOCK_M // group for it",
+    "general; vLLM's unified attention takes BLOCK_Q = BLOCK_M // group for it",
+    "matches-oracle",
+    "head",
     modes=_SEVERAL_ROWS,
-    checks=("matches-oracle",),
-    hint="head",
 )
 class TilesOfRowsBeginAtARow(PlannedBackend):
     """Rows x heads of a KV head are packed in tiles of 128, and a tile is assumed to begin with a row's first head."""
 
     tile_of_rows = 128
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         # The mask of each packed row is that of (start of its tile) // group + (place in the tile) // group.
         found = super().logits(rows, keys, layer)
@@ -66,12 +56,7 @@ class TilesOfRowsBeginAtARow(PlannedBackend):
 
 
 @fault(
-    slug="split-table-of-a-full-cache",
-    source="ROCm/aiter #4587",
-    modes=(ForwardMode.DECODE,),
-    executions=("graph",),
-    checks=("addresses-stable", "buckets-independent"),
-    hint="allocate it once",
+    "ROCm/aiter #4587", "addresses-stable buckets-independent", "allocate it once", modes="decode", executions="graph"
 )
 class SplitTableOfAFullCache(SplitTableEvictedUnderAGraph):
     """The table that a captured graph reads is owned by a cache of 128 entries, as upstream."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import Execution, ForwardBatch, ForwardMode
+from attn_testkit.contract import ForwardBatch
 
 from .catalogue import fault
 from .dense import DenseBackend, Visibility
@@ -15,12 +14,11 @@ _FROM_REQUESTS, _FROM_TOKENS = 8, 256
 
 
 @fault(
-    slug="cascade-planned-for-all-requests",
-    source="vLLM #17283",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    executions=(Execution.EAGER,),
-    checks=("matches-oracle",),
-    hint="KV tokens that it shares with other requests are missing",
+    "vLLM #17283",
+    "matches-oracle",
+    "KV tokens that it shares with other requests are missing",
+    modes="decode extend",
+    executions="eager",
 )
 class CascadePlannedForAllRequests(DenseBackend):
     """The common prefix is planned per request, but it is one: only the first request gets it."""
@@ -30,7 +28,6 @@ class CascadePlannedForAllRequests(DenseBackend):
         logit_cap=False, sinks=False, windows=(), max_context_len=1 << 12,
     )  # fmt: skip
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key_position, visible = super().visibility(batch, counts, offset)
         if batch.batch_size < _FROM_REQUESTS:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
-
-from attn_testkit.contract import ForwardMode
 
 from .b_empty_batches import LEAN
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _LONG = 1024
 """Number of keys above which the bug shows; shorter requests are right."""
 
@@ -23,46 +19,36 @@ def _at_edge(backend: PlannedBackend, meta: Metadata) -> torch.Tensor:
 
 
 @fault(
-    slug="first-key-of-a-split-in-none",
-    source="general; splits begin behind their edge",
-    modes=_ALL,
-    checks=("keys-counted-once", "replay-follows-batch"),
-    hint=r"KV token \d+ was left out",
+    "general; splits begin behind their edge", "keys-counted-once replay-follows-batch", r"KV token \d+ was left out"
 )
 class FirstKeyOfASplitInNone(PlannedBackend):
     """The second split of a long request begins one key late, and the first does not have that key either."""
 
     capabilities = LEAN
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         return super().in_split(meta) & ~_at_edge(self, meta)[:, None]
 
 
 @fault(
-    slug="first-key-of-a-split-in-two",
-    source="general; splits that end behind their edge",
-    modes=_ALL,
-    checks=("keys-counted-once", "replay-follows-batch"),
-    hint=r"KV token \d+ was counted twice",
+    "general; splits that end behind their edge",
+    "keys-counted-once replay-follows-batch",
+    r"KV token \d+ was counted twice",
 )
 class FirstKeyOfASplitInTwo(PlannedBackend):
     """The first split of a long request ends one key late, with a key that the second split has as well."""
 
     capabilities = LEAN
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         first = self.index[: self.max_splits, None] == 0
         return super().in_split(meta) | (_at_edge(self, meta)[:, None] & first)
 
 
 @fault(
-    slug="split-begins-with-a-neighbours-page",
-    source="general; a page looked up one row of the table too far",
-    modes=_ALL,
-    checks=("keys-counted-once", "matches-oracle", "reads-own-kv", "replay-follows-batch"),
-    hint=r"of request \d+ were read instead of",
+    "general; a page looked up one row of the table too far",
+    "keys-counted-once matches-oracle reads-own-kv replay-follows-batch",
+    r"of request \d+ were read instead of",
 )
 class SplitBeginsWithANeighboursPage(PlannedBackend):
     """The page at the edge of a long request's second split is looked up in the next request's row of the table, if
@@ -71,7 +57,6 @@ class SplitBeginsWithANeighboursPage(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots, page = super().key_slots(meta), self.context.page_size
         key = self.index[: slots.shape[1]]

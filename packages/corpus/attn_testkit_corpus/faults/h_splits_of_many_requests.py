@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from .b_empty_batches import LEAN
 from .catalogue import fault
@@ -14,18 +13,16 @@ _LONG = 300
 
 
 @fault(
+    "general; libraries that split keys from a number of requests on",
+    "matches-oracle reads-own-kv",
+    modes="decode",
     slug="splits-of-32-requests-drop-the-remainder",
-    source="general; libraries that split keys from a number of requests on",
-    modes=("decode",),
-    checks=("matches-oracle", "reads-own-kv"),
-    hint="",
 )
 class SplitsOfManyRequestsDropTheRemainder(PlannedBackend):
     """The splits of a long request are rounded down in batches of 32 and more, and its last keys are in none."""
 
     capabilities = LEAN
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         up = super().plan_splits(lens)
         if len(lens) < _MANY:

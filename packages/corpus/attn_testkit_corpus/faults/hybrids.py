@@ -21,8 +21,6 @@ from .parent import PlannedBackend
 from .states import StateParent
 from .states_of_servers import SlotsParent
 
-__all__ = ["HybridBySlotsParent", "HybridParent"]
-
 
 class HybridParent(StateBackend):
     """A right wrapper: each hook goes to both backends, and each layer to that of its kind."""

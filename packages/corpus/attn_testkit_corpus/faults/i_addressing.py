@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, TreeMaskMode, VerifyInput
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, TreeMaskMode, VerifyInput
 
 from .catalogue import fault
 from .dense import DenseBackend
 from .parent import PlannedBackend
-
-_ALL = tuple(ForwardMode)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,43 +28,36 @@ def _in_32_bits(slots: torch.Tensor, context: BackendContext) -> torch.Tensor:
 
 
 @fault(
+    "flashinfer #3136; vLLM #47671, #50427; lmdeploy #4494",
+    "reads-own-kv matches-oracle",
+    "page",
     slug="page-times-stride-32-bit",
-    source="flashinfer #3136; vLLM #47671, #50427; lmdeploy #4494",
-    modes=_ALL,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="page",
     modelled="13 bits instead of 32",
 )
 class PageTimesStrideOverflows(DenseBackend):
     """Page id times page stride is computed in too narrow an integer, so high pages wrap to low ones."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, buffer = super().key_slots(batch), self.context.kv_pool.get_key_buffer(0)
         return (slots * buffer.stride(0) % (1 << 13)) // buffer.stride(0) % self.context.kv_pool.num_slots
 
 
 @fault(
+    "vLLM #47671, #50427; aiter #4474; tokenspeed #748",
+    "reads-own-kv matches-oracle finite",
+    "right if the KV pool is small",
+    modes="decode extend",
     slug="slot-times-stride-in-32-bits",
-    source="vLLM #47671, #50427; aiter #4474; tokenspeed #748",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="right if the KV pool is small",
 )
 class SlotTimesStrideIn32Bits(DenseBackend):
     """A slot times its stride is a product of 32-bit integers: beyond 2^31 elements it is negative."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return _in_32_bits(super().key_slots(batch), self.context)
 
 
 @fault(
-    slug="slot-in-24-bits",
-    source="vllm-xpu-kernels #459",
-    modes=(ForwardMode.DECODE,),
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="in 24 bits",
+    "vllm-xpu-kernels #459", "reads-own-kv matches-oracle finite", "in 24 bits", modes="decode", slug="slot-in-24-bits"
 )
 class SlotIn24Bits(DenseBackend):
     """The row of a slot is a field of 24 bits: rows from 16,777,216 on wrap around."""
@@ -76,120 +66,91 @@ class SlotIn24Bits(DenseBackend):
         families={"gqa"}, gqa_ratios={2}, head_dims={64, 128}, dtypes={"bf16"}, kv_dtypes={"same"}
     )
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return super().key_slots(batch) & 0xFFFFFF
 
 
 @fault(
+    "tokenspeed #501, #748 (set_mla_kv_buffer)",
+    "writes-own-kv",
+    "elements beyond 2^31",
+    modes="decode extend",
     slug="kv-store-offset-in-32-bits",
-    source="tokenspeed #501, #748 (set_mla_kv_buffer)",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=("writes-own-kv",),
-    hint="elements beyond 2^31",
 )
 class KVStoreOffsetIn32Bits(PlannedBackend):
     """New rows go to a slot times its stride in 32-bit integers; rows beyond 2^31 elements land elsewhere."""
 
     capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"})
 
-    @override
     def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return _in_32_bits(super().plan_slots(batch), self.context)
 
 
 @fault(
-    slug="length-dtype-picks-address-width",
-    source="sglang comment in aiter_backend",
-    modes=(ForwardMode.DRAFT_EXTEND,),
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="page",
+    "sglang comment in aiter_backend",
+    "reads-own-kv matches-oracle",
+    "page",
+    modes="draft-extend",
     modelled="14 bits instead of 32",
 )
 class LengthDtypePicksAddressWidth(DenseBackend):
     """The kernel takes its address width from the dtype of the lengths, which draft-extend gives in a narrow one."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, row = super().key_slots(batch), self.context.kv_pool.get_key_buffer(0).stride(0)
         return (slots * row % (1 << 14)) // row if batch.forward_mode.is_draft_extend() else slots
 
 
 @fault(
+    "aiter #3211",
+    "reads-own-kv matches-oracle",
+    "page",
     slug="block-id-16-bit-window",
-    source="aiter #3211",
-    modes=_ALL,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="page",
     modelled="windows of 16 pages instead of 65536, groups of 8",
 )
 class BlockIdWindow(DenseBackend):
     """Page ids of one load group are assumed to share their high bits with the first one."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         first = slots[:, self.key // (8 * page) * (8 * page)] // page
         return ((first & ~15) | (slots // page & 15)) % (self.context.kv_pool.num_slots // page) * page + slots % page
 
 
-@fault(
-    slug="page-id-in-sixteen-bits",
-    source="general",
-    modes=(ForwardMode.DECODE,),
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="page",
-)
+@fault("general", "reads-own-kv matches-oracle", "page", modes="decode")
 class PageIdInSixteenBits(DenseBackend):
     """Page ids are stored in 16 bits."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         return (slots // page & 0xFFFF) * page + slots % page
 
 
-@fault(
-    slug="length-in-sixteen-bits",
-    source="general",
-    modes=(ForwardMode.DECODE,),
-    checks=("matches-oracle",),
-    hint="16 bits",
-)
+@fault("general", "matches-oracle", "16 bits", modes="decode")
 class LengthInSixteenBits(DenseBackend):
     """The number of keys is passed to the kernel in 16 bits."""
 
-    @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().kv_lengths(batch, counts) & 0xFFFF
 
 
 @fault(
+    "vLLM #21133; flashinfer #1865; flash-attention #2670",
+    "matches-oracle finite",
+    "strides|k and v hold NaN",
     slug="query-or-output-stride-ignored",
-    source="vLLM #21133; flashinfer #1865; flash-attention #2670",
-    modes=_ALL,
-    checks=("matches-oracle", "finite"),
-    hint="strides|k and v hold NaN",
 )
 class QueryStrideIgnored(DenseBackend):
     """q is a view of packed q, k, v, and is read as if it were contiguous."""
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().queries(_dense(q), layer)
 
 
-@fault(
-    slug="append-stride-ignored",
-    source="flashinfer #527; aiter #970",
-    modes=_ALL,
-    checks=("writes-own-kv", "matches-oracle"),
-    hint="stride",
-)
+@fault("flashinfer #527; aiter #970", "writes-own-kv matches-oracle", "stride")
 class AppendStrideIgnored(DenseBackend):
     """k is a view of packed q, k, v, and its rows are stored as if they were contiguous."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -202,17 +163,10 @@ class AppendStrideIgnored(DenseBackend):
         return super().forward(q, _dense(k), v, layer, batch, save_kv_cache)
 
 
-@fault(
-    slug="output-stride-from-v",
-    source="flashinfer #1865",
-    modes=_ALL,
-    checks=("output-written", "matches-oracle"),
-    hint="never written",
-)
+@fault("flashinfer #1865", "output-written matches-oracle", "never written")
 class OutputStrideFromV(DenseBackend):
     """The output is written with the head count of V, so heads land in other rows."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -229,19 +183,12 @@ class OutputStrideFromV(DenseBackend):
         return written.view_as(out)
 
 
-@fault(
-    slug="degenerate-stride-size-one-dim",
-    source="vLLM #32417",
-    modes=(ForwardMode.DECODE,),
-    checks=("completes",),
-    hint="stride",
-)
+@fault("vLLM #32417", "completes", "stride", modes="decode", slug="degenerate-stride-size-one-dim")
 class DegenerateStride(DenseBackend):
     """One row of packed q keeps the packed stride, .contiguous() does nothing, and the kernel's descriptor refuses
     it.
     """
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         q = q.contiguous()
         if q.stride(0) != q.shape[1] * q.shape[2]:
@@ -250,16 +197,14 @@ class DegenerateStride(DenseBackend):
 
 
 @fault(
+    "flashinfer #2255; aiter #3793",
+    "writes-own-kv matches-oracle",
+    "was not written|wrong slot",
     slug="index-dtype-template-shared",
-    source="flashinfer #2255; aiter #3793",
-    modes=_ALL,
-    checks=("writes-own-kv", "matches-oracle"),
-    hint="was not written|wrong slot",
 )
 class LocationsReadAsInt32(DenseBackend):
     """One template dtype for two index tensors: int64 cache locations are read as int32."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -276,18 +221,17 @@ class LocationsReadAsInt32(DenseBackend):
 
 
 @fault(
+    "flashinfer #1290; flash-attention #2662",
+    "matches-oracle",
+    "tree mask",
+    modes="target-verify",
+    executions="eager",
     slug="mask-offset-int32",
-    source="flashinfer #1290; flash-attention #2662",
-    modes=(ForwardMode.TARGET_VERIFY,),
-    executions=("eager",),
-    checks=("matches-oracle",),
-    hint="tree mask",
     modelled="10 bits instead of 31",
 )
 class MaskOffsetOverflows(DenseBackend):
     """The offset of a row in the full mask, row times kv_len, overflows its integer."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         at = torch.arange(spec.custom_mask.numel(), device=prefix.device)
@@ -296,16 +240,9 @@ class MaskOffsetOverflows(DenseBackend):
         return super().tree(spec, prefix, offset, node)
 
 
-@fault(
-    slug="kv-row-stride-from-q-heads",
-    source="general",
-    modes=_ALL,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="page or slot",
-)
+@fault("general", "reads-own-kv matches-oracle", "page or slot", slug="kv-row-stride-from-q-heads")
 class KvStrideFromQueryHeads(DenseBackend):
     """The stride of a KV slot is computed with the number of query heads."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return super().key_slots(batch) * self.context.layers[0].q_per_kv % self.context.kv_pool.num_slots

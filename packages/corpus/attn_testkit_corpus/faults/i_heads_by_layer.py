@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardMode
 
@@ -13,31 +12,17 @@ from .catalogue import fault
 _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
 
 
-@fault(
-    slug="strides-of-the-first-layer",
-    source="general; vLLM #48710",
-    modes=_MODES,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="the first layer",
-)
+@fault("general; vLLM #48710", "matches-oracle reads-own-kv finite", "the first layer", modes=_MODES)
 class StridesOfTheFirstLayer(ByLayerBackend):
     """The kernel's strides of slots and heads are set once, for the first layer, and all layers are read by them."""
 
-    @override
     def reads_from(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return self.addresses(layer, slots, self.context.layers[0])
 
 
-@fault(
-    slug="rows-stored-by-strides-of-the-first-layer",
-    source="general",
-    modes=_MODES,
-    checks=("writes-own-kv",),
-    hint="",
-)
+@fault("general", "writes-own-kv", modes=_MODES)
 class RowsStoredByStridesOfTheFirstLayer(ByLayerBackend):
     """The cache writer keeps the strides of the first layer that it stored rows of; the kernel has each layer's own."""
 
-    @override
     def writes_to(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return self.addresses(layer, slots, self.context.layers[0])

@@ -17,48 +17,33 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
 
 
 @fault(
-    slug="table-of-the-first-kv-group",
-    source="sglang #26531, #26957",
+    "sglang #26531, #26957",
+    "reads-own-kv matches-oracle finite",
+    "only in layers of KV group 1",
     modes=_MODES,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="only in layers of KV group 1",
     modelled="upstream the windowed layers read by the full layers' table; here all read by that of the first group",
 )
 class TableOfTheFirstKVGroup(GroupedBackend):
     """A flag for windowed layers is set once, before their pool exists: all layers read by one table."""
 
-    @override
     def context_of(self, group: KVGroup) -> BackendContext:
         return replace(super().context_of(group), req_to_token=self.context.req_to_token)
 
 
-@fault(
-    slug="slots-of-the-first-kv-group",
-    source="general",
-    modes=_MODES,
-    checks=("writes-own-kv",),
-    hint="",
-)
+@fault("general", "writes-own-kv", modes=_MODES)
 class SlotsOfTheFirstKVGroup(GroupedBackend):
     """New keys and values are stored by ``out_cache_loc`` in every pool."""
 
-    @override
     def batch_of(self, group: KVGroup, batch: ForwardBatch) -> ForwardBatch:
         return super().batch_of(self.context.groups[0], batch)
 
 
 @fault(
-    slug="replay-plans-first-kv-group-only",
-    source="sglang #29858",
-    modes=_MODES,
-    executions=("graph",),
-    checks=("replay-follows-batch", "writes-own-kv", "matches-oracle"),
-    hint="layer [67]",
+    "sglang #29858", "replay-follows-batch writes-own-kv matches-oracle", "layer [67]", modes=_MODES, executions="graph"
 )
 class ReplayPlansFirstKVGroupOnly(GroupedBackend):
     """Only the first group's metadata are filled before a replay; the other one's keep the values of the capture."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         for child, own in list(self.each(batch))[: None if in_capture else 1]:
             child.init_forward_metadata_out_graph(own, in_capture)
@@ -79,13 +64,7 @@ class _MaximumBeforeTheWindow(PlannedBackend):
         lse.copy_((top + total.log()).squeeze(-1).flatten(3, 4))
 
 
-@fault(
-    slug="maximum-before-the-window",
-    source="general",
-    modes=_MODES,
-    checks=("matches-oracle", "finite"),
-    hint="",
-)
+@fault("general", "matches-oracle finite", modes=_MODES)
 class MaximumBeforeTheWindow(GroupedBackend):
     """The softmax is relative to the largest logit of all keys, including pages that a windowed group has freed."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardMode
 
@@ -17,11 +16,11 @@ _ELEMENTS = 1 << 31
 
 
 @fault(
+    "general; a kernel for 64-bit offsets that multiplies keys behind the last one by 0",
+    "reads-own-kv finite",
+    "NaN",
+    modes="decode extend",
     slug="ragged-tile-of-the-64-bit-kernel",
-    source="general; a kernel for 64-bit offsets that multiplies keys behind the last one by 0",
-    modes=_MODES,
-    checks=("reads-own-kv", "finite"),
-    hint="NaN",
     modelled="of the tile only the first slot behind the last page is read",
 )
 class RaggedTileOfThe64BitKernel(PlannedBackend):
@@ -29,7 +28,6 @@ class RaggedTileOfThe64BitKernel(PlannedBackend):
 
     capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=0, windows=())
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().gather(layer, slots)
         pool, page = self.context.kv_pool.get_value_buffer(layer.layer_id), self.context.page_size

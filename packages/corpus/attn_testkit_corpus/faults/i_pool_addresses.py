@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardMode
 
@@ -17,49 +16,43 @@ _READS = ("reads-own-kv", "matches-oracle", "finite")
 
 
 @fault(
-    slug="pool-address-without-carry",
-    source="aiter #3824 (rocm-libraries #9214): the descriptor of a buffer adds offsets to 32 bits of its base",
+    "aiter #3824 (rocm-libraries #9214): the descriptor of a buffer adds offsets to 32 bits of its base",
+    _READS,
+    "4 GiB",
     modes=_MODES,
-    checks=_READS,
-    hint="4 GiB",
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
 class PoolAddressWithoutCarry(ReadsByAddress):
     """An offset is added to the lower word of the pool's address, and the carry to the upper word is lost."""
 
-    @override
     def rows(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return without_carry(view, slots)
 
 
 @fault(
-    slug="lower-word-sign-extended",
-    source="general; tokenspeed #501 (a sign that poisons the upper word of a pointer)",
+    "general; tokenspeed #501 (a sign that poisons the upper word of a pointer)",
+    _READS,
+    "4 GiB",
     modes=_MODES,
-    checks=_READS,
-    hint="4 GiB",
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
 class LowerWordSignExtended(ReadsByAddress):
     """An address is an aligned base and 32 bits, which are extended with their sign."""
 
-    @override
     def rows(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         whole = addresses_of(view, slots)
         return reached(view, (whole & ~LOWER) + (whole & LOWER).to(torch.int32))
 
 
 @fault(
-    slug="bounds-of-lower-words",
-    source="general; aiter #2517 (a bound of 32 bits, behind which loads give zeros)",
+    "general; aiter #2517 (a bound of 32 bits, behind which loads give zeros)",
+    "reads-own-kv matches-oracle",
+    "4 GiB",
     modes=_MODES,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="4 GiB",
 )
 class BoundsOfLowerWords(ReadsByAddress):
     """A row whose lower word is not below that of the pool's end is behind the pool, and loads give zeros."""
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().gather(layer, slots)
         views = self.context.kv_pool.get_kv_buffer(layer.layer_id)
@@ -71,10 +64,9 @@ class BoundsOfLowerWords(ReadsByAddress):
 
 
 @fault(
-    slug="kv-store-without-carry",
-    source="aiter #3824 (in a kernel that stores)",
+    "aiter #3824 (in a kernel that stores)",
+    "writes-own-kv",
     modes=_MODES,
-    checks=("writes-own-kv",),
     modelled="upstream it writes 4 GiB lower; here that is taken modulo the pool",
 )
 class KVStoreWithoutCarry(PlannedBackend):
@@ -82,7 +74,6 @@ class KVStoreWithoutCarry(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         keys[without_carry(keys, meta.slots)] = k.reshape(len(k), *keys.shape[1:])

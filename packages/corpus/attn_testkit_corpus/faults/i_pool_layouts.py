@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, ForwardMode, KVLayer, KVPoolSpec
+from attn_testkit.contract import AttentionLayer, KVLayer, KVPoolSpec
 
-from .catalogue import fault
+from .catalogue import fault, helper
 from .parent import Metadata
 from .pool_reads import read_at
 from .strided import LEAN, StridedBackend, Views
 
-_ALL = tuple(ForwardMode)
 _HINT = "the KV pool of this case has layout"
 _READS = ("matches-oracle", "reads-own-kv")
 
@@ -31,117 +29,89 @@ def _dense(view: torch.Tensor) -> torch.Tensor:
     return view.as_strided(view.shape, (page_size * heads * dim, heads * dim, dim, 1))
 
 
-@fault(
-    slug="page-stride-from-slots-of-a-page",
-    source="aiter #3498; vLLM #37228, #37032",
-    modes=_ALL,
-    checks=_READS,
-    hint=_HINT,
-)
+@fault("aiter #3498; vLLM #37228, #37032", _READS, _HINT, slug="page-stride-from-slots-of-a-page")
 class PageStrideFromSlots(StridedBackend):
     """The kernel computes a page's address from page size and slot stride, but K and V of a page share a block."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "kv-in-block"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return _page_stride_computed(key), _page_stride_computed(value)
 
 
-@fault(slug="page-padding-forgotten", source="vLLM #54877; vllm-ascend #9763", modes=_ALL, checks=_READS, hint=_HINT)
+@fault("vLLM #54877; vllm-ascend #9763", _READS, _HINT)
 class PagePaddingForgotten(PageStrideFromSlots):
     """Pages are padded to the size that other layers have, and the kernel's page stride counts only the rows."""
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 
 
-@fault(
-    slug="rows-of-k-and-v-taken-for-contiguous", source="general; vLLM #37228", modes=_ALL, checks=_READS, hint=_HINT
-)
+@fault("general; vLLM #37228", _READS, _HINT, slug="rows-of-k-and-v-taken-for-contiguous")
 class RowsTakenForContiguous(StridedBackend):
     """K and V of a head share a row, and the kernel walks K as if rows of keys followed each other."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return _dense(key), _dense(value)
 
 
-@fault(slug="hnd-read-as-nhd", source="general", modes=_ALL, checks=_READS, hint=_HINT)
+@fault("general", _READS, _HINT)
 class HndReadAsNhd(RowsTakenForContiguous):
     """The pool has heads before slots, and the kernel was built for slots before heads."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "hnd"})
 
 
-@fault(slug="layer-offset-forgotten", source="general", modes=_ALL, checks=_READS)
+@fault("general", _READS)
 class LayerOffsetForgotten(StridedBackend):
     """Layers share a block, and the kernel is given the block without the offset of its layer."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         first = self.context.layers[0]
         return super().read_views(first if self.context.kv_pool.layout == "layers-in-block" else layer)
 
 
-@fault(
-    slug="halves-of-a-row-swapped",
-    source="general",
-    modes=_ALL,
-    checks=("writes-own-kv", *_READS),
-    hint="K instead of V",
-)
+@fault("general", ("writes-own-kv", *_READS), "K instead of V", slug="halves-of-a-row-swapped")
 class HalvesSwapped(StridedBackend):
     """Writer and kernel agree that V comes first in a row, and everyone else has K first."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return (value, key) if self.context.kv_pool.layout == "side-by-side" else (key, value)
 
-    @override
     def write_views(self, layer: AttentionLayer) -> Views:
         return self.read_views(layer)
 
 
-@fault(
-    slug="cache-writer-computes-the-page-stride",
-    source="aiter #3492; vLLM #45111",
-    modes=_ALL,
-    checks=("writes-own-kv",),
-    hint="slot|K instead of V",
-)
+@fault("aiter #3492; vLLM #45111", "writes-own-kv", "slot|K instead of V", slug="cache-writer-computes-the-page-stride")
 class WriterComputesThePageStride(StridedBackend):
     """The kernel takes the page stride, and the cache writer computes it: rows go to other pages."""
 
     capabilities = PageStrideFromSlots.capabilities
 
-    @override
     def write_views(self, layer: AttentionLayer) -> Views:
         key, value = super().write_views(layer)
         return _page_stride_computed(key), _page_stride_computed(value)
 
 
 @fault(
+    "LMCache #3214 (review); vllm-ascend #16706 (review)",
+    "writes-own-kv",
+    "was not written",
     slug="cache-written-to-a-reshaped-copy",
-    source="LMCache #3214 (review); vllm-ascend #16706 (review)",
-    modes=_ALL,
-    checks=("writes-own-kv",),
-    hint="was not written",
 )
 class WrittenToAReshapedCopy(StridedBackend):
     """The writer needs pages in one dimension and reshapes them, which copies if layers share a block."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
-    @override
     def write_views(self, layer: AttentionLayer) -> Views:
         key, value = super().write_views(layer)
         slots = self.context.kv_pool.num_slots
@@ -152,11 +122,10 @@ class WrittenToAReshapedCopy(StridedBackend):
 
 
 @fault(
+    "LMCache #3214 (review)",
+    "matches-oracle graph-matches-eager reads-own-kv replay-follows-batch",
+    executions="graph",
     slug="pool-transposed-once-for-all-graphs",
-    source="LMCache #3214 (review)",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("matches-oracle", "graph-matches-eager", "reads-own-kv", "replay-follows-batch"),
     modelled="transposes the whole pool; the real bug transposed only the request's pages",
 )
 class PoolTransposedOnce(StridedBackend):
@@ -165,36 +134,28 @@ class PoolTransposedOnce(StridedBackend):
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "hnd"})
     kept: dict[int, Views] | None = None
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         if self.context.kv_pool.layout == "hnd":
             self.kept = {layer.layer_id: self._copied(layer) for layer in self.context.layers}
 
+    @helper
     def _copied(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return key.contiguous(), value.contiguous()
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         if self.kept is None or not self.in_graph:
             return super().read_views(layer)
         return self.kept[layer.layer_id]
 
 
-@fault(
-    slug="store-spills-into-page-padding",
-    source="general; vLLM #43990",
-    modes=_ALL,
-    checks=("writes-own-kv",),
-    hint="store no more than the row",
-)
+@fault("general; vLLM #43990", "writes-own-kv", "store no more than the row", slug="store-spills-into-page-padding")
 class StoreSpillsIntoPadding(StridedBackend):
     """The writer clears the row after the one it stores; after the last slot of a page that is padding."""
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         pages, page = self.context.kv_pool.get_kv_pages(layer.layer_id)[0].view(torch.uint8), self.context.page_size
@@ -207,19 +168,13 @@ class StoreSpillsIntoPadding(StridedBackend):
 
 
 @fault(
-    slug="width-chosen-from-logical-size",
-    source="aiter #4673",
-    modes=_ALL,
-    checks=_READS,
-    hint=_HINT,
-    modelled="offsets have as many bits as the layer's own numbers need, instead of 32",
+    "aiter #4673", _READS, _HINT, modelled="offsets have as many bits as the layer's own numbers need, instead of 32"
 )
 class WidthChosenFromLogicalSize(StridedBackend):
     """Offsets have as many bits as a layer has numbers, and a layer that shares a block with others reaches further."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> Views:
         key, value = self.read_views(layer)
         page, place = self.at(slots)
@@ -227,19 +182,12 @@ class WidthChosenFromLogicalSize(StridedBackend):
         return read_at(key, (page % reach, place)), read_at(value, (page % reach, place))
 
 
-@fault(
-    slug="own-pool-described-by-a-copy",
-    source="LMCache #3214 (review)",
-    modes=_ALL,
-    checks=("completes",),
-    hint="reshape, contiguous and indexing copy",
-)
+@fault("LMCache #3214 (review)", "completes", "reshape, contiguous and indexing copy")
 class OwnPoolDescribedByACopy(StridedBackend):
     """A backend allocates its own pool, and describes it by a view of a copy."""
 
     capabilities = LEAN.with_changes(kv_layouts={"custom"})
 
-    @override
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
         layers = []

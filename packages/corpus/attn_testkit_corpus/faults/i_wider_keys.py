@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardMode
 
@@ -30,17 +29,15 @@ class WiderKeysBackend(PlannedBackend):
 
 
 @fault(
-    slug="values-stored-at-the-stride-of-keys",
-    source="general; one stride for K and V in a store kernel (v_head_dim != head_dim)",
-    modes=_MODES,
-    checks=("writes-own-kv",),
-    hint="slot",
+    "general; one stride for K and V in a store kernel (v_head_dim != head_dim)",
+    "writes-own-kv",
+    "slot",
+    modes="decode extend",
     modelled="addresses behind the buffer wrap around to its beginning",
 )
 class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
     """The store kernel gets the stride of K for both, so values land in the rows of other slots."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         keys[meta.slots] = k.to(keys.dtype)
@@ -48,35 +45,25 @@ class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
 
 
 @fault(
-    slug="values-read-at-the-stride-of-keys",
-    source="general; one stride for K and V in an attention kernel (v_head_dim != head_dim)",
-    modes=_MODES,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="",
+    "general; one stride for K and V in an attention kernel (v_head_dim != head_dim)",
+    "reads-own-kv matches-oracle finite",
+    modes="decode extend",
     modelled="addresses behind the buffer wrap around to its beginning",
 )
 class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
     """The kernel finds the value of a slot by the stride of K."""
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         return read_slots(keys, slots), values.view(-1)[self.at_the_width_of_keys(layer, slots)].float()
 
 
-@fault(
-    slug="scale-of-the-width-of-values",
-    source="general; v_head_dim passed as head_dim",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="",
-)
+@fault("general; v_head_dim passed as head_dim", "matches-oracle", modes="decode extend")
 class ScaleOfTheWidthOfValues(WiderKeysBackend):
     """Logits are scaled by 1/sqrt(v_head_dim), where keys have more columns."""
 
     capabilities = WIDER_KEYS.with_changes(any_scaling=False)
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         wrong: float = (layer.head_dim / layer.v_head_dim) ** 0.5
         return super().logits(rows, keys, layer) * wrong

@@ -9,8 +9,6 @@ from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, Ind
 
 from .sparse import SparseParent
 
-__all__ = ["INDEX_MODES", "FusedIndexer", "IndexerOfPrefixes", "IndexerParent"]
-
 INDEX_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 _PAGE, _WIDTH, _LARGEST = 64, 128, 448.0
 _ROWS = 64

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
 from .b_empty_batches import LEAN
-from .catalogue import fault
+from .catalogue import fault, helper
 from .parent import CountingBackend, Metadata, PlannedBackend
 
 _FEW_ROWS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND)
@@ -17,12 +16,10 @@ _PLANNER_WORKSPACES: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="planner-workspace-of-the-process",
-    source="sglang #27193 (target and draft model)",
-    modes=tuple(ForwardMode),
-    executions=("graph",),
-    checks=("buckets-independent",),
-    hint="without a co-resident instance",
+    "sglang #27193 (target and draft model)",
+    "buckets-independent",
+    "without a co-resident instance",
+    executions="graph",
 )
 class PlannerWorkspaceOfTheProcess(PlannedBackend):
     """All instances plan into one workspace; the draft model's plan replaces the target's before it is run."""
@@ -35,7 +32,6 @@ class PlannerWorkspaceOfTheProcess(PlannedBackend):
             _PLANNER_WORKSPACES[context.device] = kept
         self.planner_workspace = kept
 
-    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         views = super().views(batch)
         views.chunk = self.planner_workspace[: batch.batch_size]
@@ -46,24 +42,21 @@ _GROUPS: dict[torch.device, int] = {}
 
 
 @fault(
-    slug="query-heads-of-the-instance-planned-last",
-    source="general; constants of a kernel module that every plan sets",
+    "general; constants of a kernel module that every plan sets",
+    "steps-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    executions=("eager",),
-    checks=("steps-independent",),
-    hint="without a co-resident instance",
+    executions="eager",
 )
 class QueryHeadsOfTheInstancePlannedLast(PlannedBackend):
     """The number of query heads per KV head is kept for the process; an instance of another model plans in between."""
 
     capabilities = LEAN
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         _GROUPS[self.context.device] = self.context.layers[0].q_per_kv
         super().init_forward_metadata(batch)
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().gather(layer, slots)
         kept = layer.q_per_kv if self.in_graph else _GROUPS[self.context.device]
@@ -76,19 +69,17 @@ _OUTPUTS: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="output-buffer-of-the-process",
-    source="general; two batches whose layers alternate, each with its own backend",
+    "general; two batches whose layers alternate, each with its own backend",
+    "steps-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    executions=("eager",),
-    checks=("steps-independent",),
-    hint="without a co-resident instance",
+    executions="eager",
 )
 class OutputBufferOfTheProcess(PlannedBackend):
     """All instances return one buffer. Another instance's forward replaces a result that nobody has read yet."""
 
     capabilities = LEAN
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         if self.in_graph:
@@ -103,12 +94,11 @@ _RUNS: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="tickets-of-the-process",
-    source="general; semaphores of split kernels that count on from launch to launch",
+    "general; semaphores of split kernels that count on from launch to launch",
+    "buckets-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    executions=("graph",),
-    checks=("buckets-independent",),
-    hint="without a co-resident instance",
+    executions="graph",
     modelled="a ticket that is not the planned one leaves a partial result, where the kernel hung",
 )
 class TicketsOfTheProcess(CountingBackend):
@@ -116,21 +106,19 @@ class TicketsOfTheProcess(CountingBackend):
 
     capabilities = LEAN
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.context.device)
 
     @property
+    @helper
     def tickets(self) -> torch.Tensor:
         """[1] int32: tickets drawn so far in this process."""
         return _RUNS.setdefault(self.context.device, torch.zeros(1, dtype=torch.int32, device=self.context.device))
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.counters.copy_(self.tickets)
         return super().plan(batch)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         whole = PlannedBackend.combine(self, acc, lse, layer)
         out = torch.where(self.counters == self.tickets, whole, acc[:, 0]) if self.in_graph else whole
@@ -144,11 +132,10 @@ _PAGE_SIZES: dict[torch.device, int] = {}
 
 
 @fault(
-    slug="page-size-of-the-instance-built-last",
-    source="sglang #28559 (what the last instance was built with decides for all)",
+    "sglang #28559 (what the last instance was built with decides for all)",
+    "steps-independent buckets-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    checks=("steps-independent", "buckets-independent"),
-    hint="without a co-resident instance",
 )
 class PageSizeOfTheInstanceBuiltLast(PlannedBackend):
     """A constant of the kernel module is the page size of the instance that was built last."""
@@ -159,7 +146,6 @@ class PageSizeOfTheInstanceBuiltLast(PlannedBackend):
         super().__init__(context)
         _PAGE_SIZES[context.device] = context.page_size
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         page = self.context.page_size
         offset = self.index[:page] % _PAGE_SIZES[self.context.device]
@@ -178,18 +164,16 @@ _WORKSPACES: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="workspace-of-instances-that-run-at-once",
-    source="general (FlashInfer's workspace is one for all backends of a server); aiter #3288",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    executions=("graph",),
-    checks=("completes", "matches-oracle", "finite", "buckets-independent"),
-    hint="on another stream",
+    "general (FlashInfer's workspace is one for all backends of a server); aiter #3288",
+    "completes matches-oracle finite buckets-independent",
+    "on another stream",
+    modes="decode target-verify",
+    executions="graph",
     modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class WorkspaceOfInstancesThatRunAtOnce(WorkspaceOfEachInstance):
     """Partial results of all instances lie in one workspace, and graphs of two instances run at once."""
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         kept = _WORKSPACES.get(self.context.device)
         if kept is None or len(kept) < numbers:
@@ -201,12 +185,11 @@ _SEMAPHORES: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="semaphores-of-the-device",
-    source="aiter #3288",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    executions=("graph",),
-    checks=("completes", "matches-oracle", "finite", "buckets-independent"),
-    hint="on another stream",
+    "aiter #3288",
+    "completes matches-oracle finite buckets-independent",
+    "on another stream",
+    modes="decode target-verify",
+    executions="graph",
     modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class SemaphoresOfTheDevice(CountingBackend):
@@ -214,7 +197,6 @@ class SemaphoresOfTheDevice(CountingBackend):
 
     capabilities = WorkspaceOfEachInstance.capabilities
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         kept = _SEMAPHORES.get(self.context.device)
         if kept is None or len(kept) < count:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch
 
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
@@ -49,43 +49,31 @@ class StoresOnASideStream(PlannedBackend):
         return super().gather(layer, slots)
 
 
-@fault(
-    slug="keys-gathered-beside-their-store",
-    source="sglang #18746, #20611",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    checks=("completes",),
-    hint="on another stream",
-    modelled=_RACE,
-)
+@fault("sglang #18746, #20611", "completes", "on another stream", modes="decode target-verify", modelled=_RACE)
 class KeysGatheredBesideTheirStore(StoresOnASideStream):
     """Keys are gathered by slots while another stream stores the new ones; both are joined after the last layer."""
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return PlannedBackend.gather(self, layer, slots)
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         self.join()
 
 
 @fault(
-    slug="memory-lent-to-a-stream-and-freed",
-    source="general (record_stream is missing); vLLM #29288",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    executions=("eager",),
-    checks=("completes",),
-    hint="record_stream",
+    "general (record_stream is missing); vLLM #29288",
+    "completes",
+    "record_stream",
+    modes="decode extend",
+    executions="eager",
     modelled=_RACE,
 )
 class MemoryLentToAStreamAndFreed(StoresOnASideStream):
     """Copies of the keys are dropped while another stream reads them, and the next copy gets their memory."""
 
-    @override
     def lend(self, tensor: torch.Tensor) -> None:
         pass
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         self.scratch = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
@@ -134,18 +122,16 @@ class PlansByTwoGraphs(PlannedBackend):
 
 
 @fault(
-    slug="two-graphs-of-one-pool-at-once",
-    source="general (torch: graphs that share a pool may not run at once)",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    executions=("graph",),
-    checks=("completes", "matches-oracle", "finite"),
-    hint="shares its memory pool",
+    "general (torch: graphs that share a pool may not run at once)",
+    "completes matches-oracle finite",
+    "shares its memory pool",
+    modes="decode target-verify",
+    executions="graph",
     modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class TwoGraphsOfOnePoolAtOnce(PlansByTwoGraphs):
     """Two graphs of a plan share a memory pool, so that one's scratch memory is the other's, and run on two streams."""
 
-    @override
     def pools(self) -> tuple[Any, Any]:
         self.pool = getattr(self, "pool", None) or torch.cuda.graph_pool_handle()
         return self.pool, self.pool

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch
 
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
@@ -14,11 +13,10 @@ _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"
 
 
 @fault(
-    slug="every-plan-kept",
-    source="general (a list of plans for logging); flashinfer #2139",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=("memory-bounded",),
-    hint="keeps a tensor of every step",
+    "general (a list of plans for logging); flashinfer #2139",
+    "memory-bounded",
+    "keeps a tensor of every step",
+    modes="decode extend",
 )
 class EveryPlanKept(PlannedBackend):
     """A list keeps the tensors of every plan, eager ones and those for replays."""
@@ -29,20 +27,12 @@ class EveryPlanKept(PlannedBackend):
         super().__init__(context)
         self.history: list[Metadata] = []
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.history.append(super().plan(batch))
         return self.history[-1]
 
 
-@fault(
-    slug="output-kept-by-a-closure",
-    source="vLLM #26142",
-    modes=(ForwardMode.DECODE,),
-    executions=("eager",),
-    checks=("memory-bounded",),
-    hint="a closure keeps a tensor of every step",
-)
+@fault("vLLM #26142", "memory-bounded", "a closure keeps a tensor of every step", modes="decode", executions="eager")
 class OutputKeptByAClosure(PlannedBackend):
     """A callback of every forward is registered and never removed, and each holds the step's output."""
 
@@ -52,7 +42,6 @@ class OutputKeptByAClosure(PlannedBackend):
         super().__init__(context)
         self.callbacks = [lambda: 0]
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -68,11 +57,10 @@ class OutputKeptByAClosure(PlannedBackend):
 
 
 @fault(
-    slug="scratch-larger-at-every-step",
-    source="general (a workspace that grows by a rounding up of its own size)",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    checks=("memory-bounded",),
-    hint="its predecessor stays",
+    "general (a workspace that grows by a rounding up of its own size)",
+    "memory-bounded",
+    "its predecessor stays",
+    modes="decode target-verify",
 )
 class ScratchLargerAtEveryStep(PlannedBackend):
     """Every plan asks for more scratch than there is, because the size includes what the last plan added."""
@@ -83,7 +71,6 @@ class ScratchLargerAtEveryStep(PlannedBackend):
         super().__init__(context)
         self.scratch = self.new_workspace(16)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.scratch = self.new_workspace(self.scratch.numel() + batch.batch_size * 128)
         return super().plan(batch)

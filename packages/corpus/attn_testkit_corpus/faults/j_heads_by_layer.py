@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode
 
@@ -16,17 +15,15 @@ _FIRST = "the first layer"
 
 
 @fault(
-    slug="workspace-of-the-first-layer",
-    source="sglang #32625",
+    "sglang #32625",
+    "finite matches-oracle",
+    _FIRST,
     modes=_MODES,
-    checks=("finite", "matches-oracle"),
-    hint=_FIRST,
     modelled="upstream partial results were written past the end; here they overwrite the memory after them",
 )
 class WorkspaceOfTheFirstLayer(ByLayerBackend):
     """The workspace of partial results has the size of the first layer's, and a layer of more heads writes past it."""
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         acc, lse = super().partial_views(bs, width, layer)
         first = self.context.layers[0]
@@ -35,19 +32,13 @@ class WorkspaceOfTheFirstLayer(ByLayerBackend):
 
 
 @fault(
-    slug="split-workspace-of-the-first-layer",
-    source="general; sglang #32625",
-    modes=_MODES,
-    checks=("finite", "matches-oracle"),
-    hint=_FIRST,
-    modelled="as workspace-of-the-first-layer",
+    "general; sglang #32625", "finite matches-oracle", _FIRST, modes=_MODES, modelled="as workspace-of-the-first-layer"
 )
 class SplitWorkspaceOfTheFirstLayer(WorkspaceOfTheFirstLayer):
     """The workspace has the first layer's size; contexts of up to 512 keys are one split and need none."""
 
     one_split = 512
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         if self.context.max_context_len <= self.one_split:
             return ByLayerBackend.partial_views(self, bs, width, layer)
@@ -55,11 +46,10 @@ class SplitWorkspaceOfTheFirstLayer(WorkspaceOfTheFirstLayer):
 
 
 @fault(
-    slug="output-buffer-of-the-first-layer",
-    source="general",
+    "general",
+    "matches-oracle",
+    _FIRST,
     modes=_MODES,
-    checks=("matches-oracle",),
-    hint=_FIRST,
     modelled="a row runs into the next one, instead of past the end as well",
 )
 class OutputBufferOfTheFirstLayer(ByLayerBackend):
@@ -73,7 +63,6 @@ class OutputBufferOfTheFirstLayer(ByLayerBackend):
         size = context.max_num_tokens * self.row + widest
         self.output = torch.zeros(size, dtype=context.dtype, device=context.device)
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         rows = out.flatten(1)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode
 
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _EAGER, _GRAPH = ("eager",), ("graph",)
 _HOST_LENGTHS = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
@@ -24,12 +22,11 @@ def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:
 
 
 @fault(
-    slug="plan-cache-key-without-mask",
-    source="TensorRT-LLM #6163",
-    modes=(ForwardMode.TARGET_VERIFY,),
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
+    "TensorRT-LLM #6163",
+    "steps-independent",
+    "state of an earlier step is kept",
+    modes="target-verify",
+    executions="eager",
 )
 class PlanCacheKeyWithoutMask(PlannedBackend):
     """Plans are kept by their lengths, and a plan holds the tree mask, which is not in the key."""
@@ -40,7 +37,6 @@ class PlanCacheKeyWithoutMask(PlannedBackend):
         super().__init__(context)
         self.masks: dict[tuple[int, ...], torch.Tensor] = {}
 
-    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         key = _lens_of(batch)
         if self.in_graph or key not in self.masks:
@@ -48,21 +44,13 @@ class PlanCacheKeyWithoutMask(PlannedBackend):
         return self.masks[key]
 
 
-@fault(
-    slug="page-table-kept-while-lengths-agree",
-    source="general; LightLLM #1367 (review)",
-    modes=_ALL,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
-)
+@fault("general; LightLLM #1367 (review)", "steps-independent", "state of an earlier step is kept", executions="eager")
 class PageTableKeptWhileLengthsAgree(PlannedBackend):
     """The page table is uploaded only when a length changed, and other requests of the same lengths get it."""
 
     capabilities = _HOST_LENGTHS
     lens: tuple[int, ...] = ()
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         if self.in_graph or self.lens != _lens_of(batch):
             self.lens, self.table = _lens_of(batch), super().plan_pages(batch)
@@ -70,12 +58,10 @@ class PageTableKeptWhileLengthsAgree(PlannedBackend):
 
 
 @fault(
-    slug="page-table-sized-by-first-batch",
-    source="vLLM #21525, #19825",
-    modes=_ALL,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
+    "vLLM #21525, #19825",
+    "steps-independent",
+    "state of an earlier step is kept",
+    executions="eager",
     modelled="columns that do not fit read as page 0",
 )
 class PageTableSizedByFirstBatch(PlannedBackend):
@@ -84,7 +70,6 @@ class PageTableSizedByFirstBatch(PlannedBackend):
     capabilities = _HOST_LENGTHS
     columns = 0
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         table = super().plan_pages(batch)
         if self.in_graph:
@@ -95,12 +80,10 @@ class PageTableSizedByFirstBatch(PlannedBackend):
 
 
 @fault(
-    slug="page-table-kept-by-pool-row",
-    source="kekzl/imp #538; general",
-    modes=_ALL,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
+    "kekzl/imp #538; general",
+    "steps-independent",
+    "state of an earlier step is kept",
+    executions="eager",
     modelled="a shorter request is noticed as a new one",
 )
 class PageTableKeptByPoolRow(PlannedBackend):
@@ -112,13 +95,11 @@ class PageTableKeptByPoolRow(PlannedBackend):
         self.table = torch.zeros(rows, self.pages, dtype=torch.int32, device=context.device)
         self.known = torch.zeros(rows, dtype=torch.int64, device=context.device)
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         self.used = -(-lens.long() // self.context.page_size)
         return lens
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         fresh, rows = super().plan_pages(batch), batch.req_pool_indices[: batch.batch_size].long()
         if self.in_graph:
@@ -129,14 +110,7 @@ class PageTableKeptByPoolRow(PlannedBackend):
         return table
 
 
-@fault(
-    slug="replan-skipped-for-permuted-lengths",
-    source="LightLLM #1367",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("buckets-independent",),
-    hint="as the only replay of the only bucket it is right",
-)
+@fault("LightLLM #1367", "buckets-independent", "as the only replay of the only bucket it is right", executions="graph")
 class ReplanSkippedForPermutedLengths(PlannedBackend):
     """Replanning is skipped while batch size, longest length and sum stay as they are, in any order."""
 
@@ -146,7 +120,6 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
         super().__init__(context)
         self.last: dict[tuple[ForwardMode, int], tuple[int, ...]] = {}
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         key, lens = self.key(batch), _lens_of(batch)
         proxy = (max(lens), sum(lens))
@@ -154,19 +127,16 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
         self.last[key] = proxy
         super().fill(views, plan, batch)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk" or not self.skip:
             super().copy_in(name, target, source)
 
 
 @fault(
-    slug="split-table-evicted-under-a-graph",
-    source="ROCm/aiter #4587",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable", "buckets-independent"),
-    hint="allocate it once",
+    "ROCm/aiter #4587",
+    "addresses-stable buckets-independent",
+    "allocate it once",
+    executions="graph",
     modelled="the cache holds four tables, where upstream it held 128",
 )
 class SplitTableEvictedUnderAGraph(PlannedBackend):
@@ -179,12 +149,10 @@ class SplitTableEvictedUnderAGraph(PlannedBackend):
         super().__init__(context)
         self.tables: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.shape = (batch.batch_size, 0 if self.in_graph else sum(_lens_of(batch)))
         return super().plan(batch)
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if self.shape not in self.tables:
             self.tables[self.shape] = self.index[: self.max_splits].clone()
@@ -195,18 +163,10 @@ class SplitTableEvictedUnderAGraph(PlannedBackend):
         return split[:, None] == self.tables[self.shape][:, None]
 
 
-@fault(
-    slug="eager-batch-in-graph-buffers",
-    source="sglang #28767 (review)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("completes",),
-    hint="size of tensor",
-)
+@fault("sglang #28767 (review)", "completes", "size of tensor", executions="graph")
 class EagerBatchInGraphBuffers(PlannedBackend):
     """Eager steps share the graphs' buffers, and an eager batch may be larger than the largest graph."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         if self.graphs and self.metadata is not None:

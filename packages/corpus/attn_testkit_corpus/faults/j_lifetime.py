@@ -3,62 +3,48 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch
 
 from .catalogue import fault
 from .dense import DenseBackend
 from .parent import CountingBackend, Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-_DECODE = (ForwardMode.DECODE,)
-_GRAPH = ("graph",)
-
 
 @fault(
-    slug="counter-region-not-zero",
-    source="flashinfer #1444, #1459, #1463, #1584",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable", "matches-oracle", "finite"),
+    "flashinfer #1444, #1459, #1463, #1584",
+    "repeatable matches-oracle finite",
+    executions="eager",
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class CounterRegionNotZero(CountingBackend):
     """Counters that must be zero at first use lie in memory that nobody cleared."""
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=self.context.device)
 
 
 @fault(
-    slug="two-kernels-share-one-workspace",
-    source="sglang 0.5.23 (trtllm_mla_backend); flashinfer #3465",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("buckets-independent",),
-    hint="alone",
+    "sglang 0.5.23 (trtllm_mla_backend); flashinfer #3465",
+    "buckets-independent",
+    "alone",
+    executions="graph",
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class TwoKernelsShareOneWorkspace(CountingBackend):
     """One mode's kernel keeps partial results where another mode's expects zeroed counters."""
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         return torch.zeros(numbers + self.context.max_bs, dtype=torch.float32, device=self.context.device)
 
-    @override
     def counters_of(self, bs: int) -> torch.Tensor:
         return self.workspace[:bs].view(torch.int32)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         # Only the decode kernel counts; the kernel of the others has a second launch to combine.
         kernel = CountingBackend if acc.shape[2] == 1 else PlannedBackend
         return kernel.combine(self, acc, lse, layer)
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         whole = self.workspace
         self.workspace = whole[self.context.max_bs :] if width == 1 else whole
@@ -68,32 +54,27 @@ class TwoKernelsShareOneWorkspace(CountingBackend):
 
 
 @fault(
+    "flash-attention 1a58058a",
+    "matches-oracle replay-follows-batch",
+    "only layer 1",
     slug="semaphore-not-reset-when-metadata-reused",
-    source="flash-attention 1a58058a",
-    modes=_ALL,
-    checks=("matches-oracle", "replay-follows-batch"),
-    hint="only layer 1",
 )
 class SemaphoreNotReset(CountingBackend):
     """Planning clears the semaphore; the second layer uses the same plan and finds it dirty."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.counters.zero_()
         return super().plan(batch)
 
-    @override
     def reset(self, counters: torch.Tensor) -> None:
         """Do nothing: the next plan clears it."""
 
 
 @fault(
-    slug="counter-cleared-in-eager-only",
-    source="flashinfer #3465; general (tickets of the last block)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "buckets-independent", "matches-oracle"),
-    hint="is not reset between replays",
+    "flashinfer #3465; general (tickets of the last block)",
+    "replay-follows-batch buckets-independent matches-oracle",
+    "is not reset between replays",
+    executions="graph",
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class CounterClearedInEagerOnly(CountingBackend):
@@ -101,42 +82,35 @@ class CounterClearedInEagerOnly(CountingBackend):
 
     layer = 0
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         return super().new_counters(count * len(self.context.layers))
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.layer = layer.layer_id - self.context.layers[0].layer_id
         return super().combine(acc, lse, layer)
 
-    @override
     def counters_of(self, bs: int) -> torch.Tensor:
         begin = self.layer * self.context.max_bs
         return self.counters[begin : begin + bs]
 
-    @override
     def reset(self, counters: torch.Tensor) -> None:
         if not self.in_graph:
             counters.zero_()
 
 
 @fault(
-    slug="workspace-grows-after-capture",
-    source="vLLM #46067, #45670; TensorRT-LLM #16319",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("addresses-stable",),
-    hint="allocate it once",
+    "vLLM #46067, #45670; TensorRT-LLM #16319",
+    "addresses-stable",
+    "allocate it once",
+    modes="decode",
+    executions="graph",
 )
 class WorkspaceGrowsAfterCapture(PlannedBackend):
     """Scratch memory grows on demand: a later capture or batch replaces what earlier graphs hold."""
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.float32, device=self.context.device)
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         # An eager batch may use every multiprocessor, and so asks for one row of splits more than a graph does.
         need = (bs + (not self.in_graph)) * self.max_splits * width * layer.tp_q_head_num * (layer.v_head_dim + 1)
@@ -145,18 +119,10 @@ class WorkspaceGrowsAfterCapture(PlannedBackend):
         return super().partial_views(bs, width, layer)
 
 
-@fault(
-    slug="workspace-replaced-at-each-capture",
-    source="TensorRT-LLM #16319; vLLM #48261",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable",),
-    hint="allocate it once",
-)
+@fault("TensorRT-LLM #16319; vLLM #48261", "addresses-stable", "allocate it once", executions="graph")
 class WorkspaceReplacedAtEachCapture(PlannedBackend):
     """Each bucket's capture makes a new workspace, and frees the one that larger buckets recorded."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         if in_capture:
             self.workspace = self.new_workspace(self.workspace.numel())
@@ -164,12 +130,11 @@ class WorkspaceReplacedAtEachCapture(PlannedBackend):
 
 
 @fault(
+    "aiter #5393, #4494, #4709",
+    "captures-cleanly buckets-independent",
+    "allocated while",
+    executions="graph",
     slug="buffer-born-inside-capture",
-    source="aiter #5393, #4494, #4709",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("captures-cleanly", "buckets-independent"),
-    hint="allocated while",
     modelled="keyed by whether a capture is under way, since this kit warms up on the capture's stream",
 )
 class BufferAllocatedInCapture(CountingBackend):
@@ -179,7 +144,6 @@ class BufferAllocatedInCapture(CountingBackend):
         super().__init__(context)
         self.by_stream: dict[bool, torch.Tensor] = {}
 
-    @override
     def counters_of(self, bs: int) -> torch.Tensor:
         stream = torch.cuda.is_current_stream_capturing()
         if stream not in self.by_stream:
@@ -187,18 +151,10 @@ class BufferAllocatedInCapture(CountingBackend):
         return self.by_stream[stream][:bs]
 
 
-@fault(
-    slug="eager-step-replaces-graph-buffers",
-    source="general; sglang #33920",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable", "buckets-independent"),
-    hint="allocate it once|alone",
-)
+@fault("general; sglang #33920", "addresses-stable buckets-independent", "allocate it once|alone", executions="graph")
 class EagerStepReplacesGraphBuffers(PlannedBackend):
     """An eager step allocates the shared buffers for itself; replays fill the new ones, graphs read the old."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         if self.graphs:
             self.init_cuda_graph_state(self.context.max_bs, self.context.max_num_tokens)
@@ -209,43 +165,27 @@ class EagerStepReplacesGraphBuffers(PlannedBackend):
         super().init_forward_metadata(batch)
 
 
-@fault(
-    slug="plan-tensors-of-the-capture-freed",
-    source="sglang #26019 (review); general",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable",),
-    hint="allocate it once",
-)
+@fault("sglang #26019 (review); general", "addresses-stable", "allocate it once", executions="graph")
 class PlanTensorsOfTheCaptureFreed(PlannedBackend):
     """The index that the captured kernel reads is a local of the planning call, gone when that returns."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert self.metadata is not None
         self.page_offset = torch.arange(self.context.page_size, device=self.context.device) if in_capture else None
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         if not self.in_graph or self.page_offset is None:
             return super().key_slots(meta)
         return (meta.page_table.long()[:, :, None] * self.context.page_size + self.page_offset).flatten(1)
 
 
-@fault(
-    slug="query-scaled-in-place",
-    source="sglang #23037",
-    modes=_ALL,
-    checks=("inputs-unchanged",),
-    hint="work on a copy",
-)
+@fault("sglang #23037", "inputs-unchanged", "work on a copy")
 class QueryScaledInPlace(DenseBackend):
     """The softmax scale is multiplied into q in place, and q is the caller's."""
 
     capabilities = DenseBackend.capabilities.with_changes(deterministic=False, dtypes={"bf16"})
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         # By a power of two, so that the result is right to the last bit.
         rows = super().queries(q, layer)
@@ -253,66 +193,42 @@ class QueryScaledInPlace(DenseBackend):
         return rows
 
 
-@fault(
-    slug="output-written-over-the-query",
-    source="flash-attention #2670; general",
-    modes=_DECODE,
-    checks=("inputs-unchanged",),
-    hint="work on a copy",
-)
+@fault("flash-attention #2670; general", "inputs-unchanged", "work on a copy", modes="decode")
 class OutputWrittenOverTheQuery(PlannedBackend):
     """q and output have one shape, so the output is written into q to save a buffer."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return q.copy_(super().attend(q, layer, meta))
 
 
-@fault(
-    slug="lengths-advanced-in-the-callers-tensor",
-    source="general",
-    modes=_DECODE,
-    checks=("inputs-unchanged",),
-    hint="work on a copy",
-)
+@fault("general", "inputs-unchanged", "work on a copy", modes="decode", slug="lengths-advanced-in-the-callers-tensor")
 class LengthsAdvancedInPlace(PlannedBackend):
     """A decode advances seq_lens after its forward for the next step, in the caller's tensor."""
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         batch.seq_lens.add_(1)
 
 
 @fault(
-    slug="accept-counts-advanced-in-place",
-    source="general; sglang #25002",
-    modes=(ForwardMode.DRAFT_EXTEND,),
-    executions=_GRAPH,
-    checks=("mode-outputs", "inputs-unchanged"),
-    hint="hidden_states|work on a copy",
+    "general; sglang #25002",
+    "mode-outputs inputs-unchanged",
+    "hidden_states|work on a copy",
+    modes="draft-extend",
+    executions="graph",
 )
 class AcceptCountsAdvancedInPlace(PlannedBackend):
     """The last layer turns accepted counts into row indices in place; the caller then prunes with them."""
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         if isinstance(batch.spec_info, DraftExtendInput):
             # As indices are: never below 0, however often a warm-up runs.
             batch.spec_info.num_accept_tokens.sub_(1).clamp_(min=0)
 
 
-@fault(
-    slug="accept-counts-replaced-in-the-callers-batch",
-    source="general; sglang #25002",
-    modes=(ForwardMode.DRAFT_EXTEND,),
-    executions=("eager", "graph"),
-    checks=("mode-outputs",),
-    hint="batch_size or num_accept_tokens",
-)
+@fault("general; sglang #25002", "mode-outputs", "batch_size or num_accept_tokens", modes="draft-extend")
 class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
     """Counts without the bonus token replace the accepted ones in spec_info, and the caller prunes with them."""
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         spec = batch.spec_info
         if isinstance(spec, DraftExtendInput):
@@ -321,11 +237,9 @@ class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
 
 
 @fault(
-    slug="kernel-ignores-current-stream",
-    source="flashinfer #1116; aiter #2564; flash-attention #1957",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("completes", "captures-cleanly", "replay-follows-batch"),
+    "flashinfer #1116; aiter #2564; flash-attention #1957",
+    "completes captures-cleanly replay-follows-batch",
+    executions="graph",
     modelled="only in a graph: without one only the emulation shows it, since a race on a GPU may go well",
 )
 class KernelIgnoresCurrentStream(PlannedBackend):
@@ -335,7 +249,6 @@ class KernelIgnoresCurrentStream(PlannedBackend):
         super().__init__(context)
         self.found = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         with torch.cuda.stream(self.found):
             return super().attend(q, layer, meta)

@@ -8,7 +8,7 @@ from typing_extensions import override
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
 from .b_empty_batches import LEAN
-from .catalogue import fault
+from .catalogue import fault, helper
 from .parent import Metadata, PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
@@ -39,27 +39,19 @@ class LentOutput(PlannedBackend):
         return out.copy_(result)
 
 
-@fault(
-    slug="lent-output-is-ignored",
-    source="general; output arguments of vLLM's layers",
-    modes=_ALL,
-    checks=("output-contract",),
-    hint="takes_out",
-)
+@fault("general; output arguments of vLLM's layers", "output-contract", "takes_out", modes=_ALL)
 class LentOutputIsIgnored(LentOutput):
     """The caller's memory is not written, and another tensor is returned."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return result
 
 
 @fault(
-    slug="lent-output-of-the-first-call",
-    source="general; output arguments that are bound once",
+    "general; output arguments that are bound once",
+    "steps-independent output-written captures-cleanly",
+    "takes_out",
     modes=_ALL,
-    checks=("steps-independent", "output-written", "captures-cleanly"),
-    hint="takes_out",
 )
 class LentOutputOfTheFirstCall(LentOutput):
     """The memory of a layer's first call is kept, and later calls write there."""
@@ -68,33 +60,24 @@ class LentOutputOfTheFirstCall(LentOutput):
         super().__init__(context)
         self.first: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.first.setdefault((layer.layer_id, len(out)), out).copy_(result)
         return out
 
 
-@fault(
-    slug="lent-output-is-added-to",
-    source="general; accumulating kernels whose output must be zero",
-    modes=_ALL,
-    checks=("finite", "output-written"),
-    hint="takes_out",
-)
+@fault("general; accumulating kernels whose output must be zero", "finite output-written", "takes_out", modes=_ALL)
 class LentOutputIsAddedTo(LentOutput):
     """The kernel adds to the output, but the caller's memory holds anything."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return out.add_(result)
 
 
 @fault(
-    slug="one-buffer-for-all-layers",
-    source="general; outputs that are read after the next layer, as when partial results are merged",
+    "general; outputs that are read after the next layer, as when partial results are merged",
+    "output-contract",
+    "output_lifetime",
     modes=_ALL,
-    checks=("output-contract",),
-    hint="output_lifetime",
 )
 class OneBufferForAllLayers(PlannedBackend):
     """Every layer returns the same memory, although outputs are declared valid until all layers have run."""
@@ -108,41 +91,32 @@ class OneBufferForAllLayers(PlannedBackend):
         rows = context.max_num_tokens + 1
         self.out = torch.empty(rows, heads, dim, dtype=context.dtype, device=context.device)
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return self.buffer(layer, len(q)).copy_(super().attend(q, layer, meta))
 
+    @helper
     def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         """[rows, Hq, Dv]: memory of a layer's output."""
         return self.out[:rows]
 
 
-@fault(
-    slug="buffers-of-layers-overlap",
-    source="general; a workspace that is cut by the rows of the smallest graph",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="",
-)
+@fault("general; a workspace that is cut by the rows of the smallest graph", "matches-oracle", modes=_ALL)
 class BuffersOfLayersOverlap(OneBufferForAllLayers):
     """The outputs of two layers lie a row apart, and a batch has more than one."""
 
-    @override
     def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         return self.out[layer.layer_id :][:rows]
 
 
 @fault(
-    slug="whole-tile-written-to-lent-output",
-    source="general; kernels whose last tile of rows is stored without a mask",
+    "general; kernels whose last tile of rows is stored without a mask",
+    "inputs-unchanged",
+    "with a mask for the rest of a tile",
     modes=_ALL,
-    checks=("inputs-unchanged",),
-    hint="with a mask for the rest of a tile",
 )
 class WholeTileWrittenToLentOutput(LentOutput):
     """The last tile of rows is stored whole, past the caller's rows."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         super().store(result, out, layer)
         rows = -(-len(out) // _TILE) * _TILE
@@ -153,16 +127,14 @@ class WholeTileWrittenToLentOutput(LentOutput):
 
 
 @fault(
-    slug="row-before-lent-output-is-written",
-    source="general; an index of -1 for a request without rows",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=("inputs-unchanged",),
-    hint="write only its own rows",
+    "general; an index of -1 for a request without rows",
+    "inputs-unchanged",
+    "write only its own rows",
+    modes="decode extend",
 )
 class RowBeforeLentOutputIsWritten(LentOutput):
     """The last row of the request before the first is written as well: row -1, which is the caller's."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         super().store(result, out, layer)
         before = out.storage_offset() - out.stride(0)

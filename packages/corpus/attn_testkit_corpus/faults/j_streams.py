@@ -7,12 +7,11 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch
 
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _RACE = "only on emulated CUDA: on a GPU the numbers are wrong when the other stream is late, and seldom"
 
 
@@ -46,35 +45,18 @@ class PlansOnASideStream(PlannedBackend):
         self.join()
 
 
-@fault(
-    slug="plan-on-a-stream-nobody-waits-for",
-    source="sglang #28034",
-    modes=_ALL,
-    checks=("completes",),
-    hint="wrote on another stream",
-    modelled=_RACE,
-)
+@fault("sglang #28034", "completes", "wrote on another stream", modelled=_RACE)
 class PlanOnAStreamNobodyWaitsFor(PlansOnASideStream):
     """The plan runs on a side stream, and the forward or the replay begins without waiting for it."""
 
-    @override
     def join(self) -> None:
         pass
 
 
-@fault(
-    slug="plan-stream-waits-for-nothing",
-    source="sglang #28034",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("completes",),
-    hint="on another stream",
-    modelled=_RACE,
-)
+@fault("sglang #28034", "completes", "on another stream", executions="graph", modelled=_RACE)
 class PlanStreamWaitsForNothing(PlansOnASideStream):
     """The plan's last kernels run on a side stream that does not wait for the first, nor for the replay before."""
 
-    @override
     def fork(self) -> None:
         pass
 
@@ -112,17 +94,14 @@ class StagesLengths(PlannedBackend):
 
 
 @fault(
-    slug="staging-buffer-filled-again",
-    source="TensorRT-LLM #15546; rtp-llm #1192",
-    modes=_ALL,
-    checks=("completes", "matches-oracle", "reads-own-kv"),
-    hint="pinned source was written again|while the device is still busy",
+    "TensorRT-LLM #15546; rtp-llm #1192",
+    "completes matches-oracle reads-own-kv",
+    "pinned source was written again|while the device is still busy",
     modelled="emulated CUDA compares what was copied with what is there later; on a GPU the numbers are wrong",
 )
 class StagingBufferFilledAgain(StagesLengths):
     """One pinned buffer, filled for the next step while the copy of this step's lengths may be pending."""
 
-    @override
     def next_buffer(self) -> torch.Tensor:
         return self.staging[0]
 
@@ -150,17 +129,14 @@ class ReadsLengthsBack(PlannedBackend):
 
 
 @fault(
-    slug="lengths-read-before-their-copy",
-    source="flashinfer #564",
-    modes=_ALL,
-    checks=("completes", "matches-oracle", "reads-own-kv", "finite"),
-    hint="the host has not waited for that copy|while the device is still busy",
+    "flashinfer #564",
+    "completes matches-oracle reads-own-kv finite",
+    "the host has not waited for that copy|while the device is still busy",
     modelled="emulated CUDA refuses the read; on a GPU the numbers are those of an earlier step",
 )
 class LengthsReadBeforeTheirCopy(ReadsLengthsBack):
     """Lengths are copied to pinned memory, and read there while the copy may be pending."""
 
-    @override
     def wait(self) -> None:
         pass
 
@@ -187,15 +163,13 @@ class TablesOfPlans(PlannedBackend):
 
 
 @fault(
-    slug="table-read-under-the-servers-writes",
-    source="sglang #31270",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY),
-    checks=("completes", "matches-oracle", "reads-own-kv", "finite"),
+    "sglang #31270",
+    "completes matches-oracle reads-own-kv finite",
+    modes="decode extend target-verify",
     modelled="a request table, where upstream it was a mapping of slots; the kit's server writes it after the plan",
 )
 class TableReadUnderTheServersWrites(TablesOfPlans):
     """A graph and a forward look up pages in the request table, which the server's stream may already write."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return super().attend(q, layer, replace(meta, page_table=self.plan_pages(self.batch)))

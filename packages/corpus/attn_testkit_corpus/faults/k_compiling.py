@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, Requires
 
@@ -12,12 +11,11 @@ from .dense import DenseBackend
 
 
 @fault(
-    slug="tuned-for-every-length",
-    source="vLLM #27178; torchtitan #3898; general (a length among an autotuner's keys)",
-    modes=(ForwardMode.DECODE,),
-    executions=("eager",),
-    checks=("compiles-once",),
-    hint="no length among a tuner's keys",
+    "vLLM #27178; torchtitan #3898; general (a length among an autotuner's keys)",
+    "compiles-once",
+    "no length among a tuner's keys",
+    modes="decode",
+    executions="eager",
     modelled="a tuner of Triton takes the place of torch.compile, which compiles nothing where CUDA is emulated",
 )
 class TunedForEveryLength(DenseBackend):
@@ -28,13 +26,11 @@ class TunedForEveryLength(DenseBackend):
     )
     longest = 0
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         assert batch.seq_lens_cpu is not None
         self.longest = int(batch.seq_lens_cpu.max())
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

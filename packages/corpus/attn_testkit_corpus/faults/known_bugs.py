@@ -11,8 +11,6 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["KnownBug", "KnownBugs", "all_known_bugs", "thread_address"]
-
 _HOST = "https://github.com/"
 _THREAD = re.compile(r"(?P<project>.+) (?:#(?P<number>\d+)|(?P<commit>[0-9a-f]{8,40}))")
 

@@ -10,23 +10,14 @@ import threading
 import warnings
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode
+from attn_testkit.contract import BackendContext, ForwardBatch
 
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_DECODE = (ForwardMode.DECODE,)
 
-
-@fault(
-    slug="default-dtype-left-changed",
-    source="general",
-    modes=_DECODE,
-    checks=("leaves-process-alone",),
-    hint="dtype",
-)
+@fault("general", "leaves-process-alone", "dtype", modes="decode")
 class DefaultDtypeLeftChanged(PlannedBackend):
     """The constructor makes the model's dtype torch's default, and does not restore float32."""
 
@@ -35,29 +26,16 @@ class DefaultDtypeLeftChanged(PlannedBackend):
         torch.set_default_dtype(context.dtype)
 
 
-@fault(
-    slug="autograd-left-on",
-    source="general",
-    modes=_DECODE,
-    checks=("leaves-process-alone",),
-    hint="grad",
-)
+@fault("general", "leaves-process-alone", "grad", modes="decode")
 class AutogradLeftOn(PlannedBackend):
     """A plan switches autograd on for itself, and the forward of the caller's model runs with it."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         torch.set_grad_enabled(True)
         return super().plan(batch)
 
 
-@fault(
-    slug="seed-of-the-process-set",
-    source="general",
-    modes=_DECODE,
-    checks=("leaves-process-alone",),
-    hint="random|seed|RNG",
-)
+@fault("general", "leaves-process-alone", "random|seed|RNG", modes="decode")
 class SeedOfTheProcessSet(PlannedBackend):
     """The constructor seeds torch's own generator to tune repeatably, and the caller samples from there on."""
 
@@ -66,13 +44,7 @@ class SeedOfTheProcessSet(PlannedBackend):
         torch.manual_seed(20_261)
 
 
-@fault(
-    slug="warnings-left-silenced",
-    source="general",
-    modes=_DECODE,
-    checks=("leaves-process-alone",),
-    hint="warning",
-)
+@fault("general", "leaves-process-alone", "warning", modes="decode")
 class WarningsLeftSilenced(PlannedBackend):
     """The constructor silences the warnings of its dependencies, and with them all warnings of the process."""
 
@@ -81,13 +53,7 @@ class WarningsLeftSilenced(PlannedBackend):
         warnings.simplefilter("ignore")
 
 
-@fault(
-    slug="helper-thread-left-running",
-    source="general",
-    modes=_DECODE,
-    checks=("leaves-process-alone",),
-    hint="thread",
-)
+@fault("general", "leaves-process-alone", "thread", modes="decode")
 class HelperThreadLeftRunning(PlannedBackend):
     """The constructor starts a thread that waits for plans to prefetch, and nothing ever ends it."""
 
@@ -100,13 +66,7 @@ def _wait_for_plans() -> None:
     threading.Event().wait()
 
 
-@fault(
-    slug="signal-handler-replaced",
-    source="general",
-    modes=_DECODE,
-    checks=("leaves-process-alone",),
-    hint="signal|SIGUSR1",
-)
+@fault("general", "leaves-process-alone", "signal|SIGUSR1", modes="decode")
 class SignalHandlerReplaced(PlannedBackend):
     """The constructor takes a signal for its own debugger, and the server's handler is gone."""
 

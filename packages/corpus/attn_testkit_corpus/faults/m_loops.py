@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, Execution, ForwardBatch, ForwardMode, StateLayer
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, StateLayer
 
 from .catalogue import fault
 from .grouped import GroupedBackend
@@ -13,9 +13,6 @@ from .hybrids import HybridBySlotsParent, HybridParent
 from .parent import PlannedBackend
 from .states import StateParent
 from .states_of_servers import SlotsParent
-
-_VERIFY = (ForwardMode.TARGET_VERIFY,)
-_EAGER = (Execution.EAGER,)
 
 
 class _Continues(PlannedBackend):
@@ -53,31 +50,17 @@ class _KeepsRejectedKeys(_Continues):
         return slots.view(-1)
 
 
-@fault(
-    slug="hybrid-keeps-keys-of-a-rejected-draft",
-    source="general",
-    modes=_VERIFY,
-    executions=_EAGER,
-    checks=("writes-own-kv", "reads-own-state", "lossless"),
-)
+@fault("general", "writes-own-kv reads-own-state lossless", modes="target-verify", executions="eager")
 class HybridKeepsKeysOfARejectedDraft(HybridParent):
     """States are rolled back, and the softmax layers of the model keep the keys of the rejected tokens."""
 
     capabilities = HybridParent.capabilities.with_changes(needs_cpu_seq_lens=True)
 
-    @override
     def of_softmax(self, context: BackendContext) -> PlannedBackend:
         return _KeepsRejectedKeys(context)
 
 
-@fault(
-    slug="kv-group-keeps-keys-of-a-rejected-draft",
-    source="general",
-    modes=_VERIFY,
-    executions=_EAGER,
-    checks=("lossless",),
-    hint="rejected draft",
-)
+@fault("general", "lossless", "rejected draft", modes="target-verify", executions="eager")
 class KVGroupKeepsKeysOfARejectedDraft(GroupedBackend):
     """The pools of KV groups are not overwritten where a request continues a draft that was rejected."""
 
@@ -102,11 +85,10 @@ class _WindowOfTheDraftBefore(_Continues):
 
 
 @fault(
-    slug="window-begins-behind-the-rejected-draft",
-    source="general",
-    modes=_VERIFY,
-    executions=_EAGER,
-    checks=("lossless",),
+    "general",
+    "lossless",
+    modes="target-verify",
+    executions="eager",
     modelled="upstream the length that a window is measured from is kept on the device from round to round",
 )
 class WindowBeginsBehindTheRejectedDraft(GroupedBackend):
@@ -122,15 +104,9 @@ class _PromptsAtTheEnd(SlotsParent):
         return columns - layer.conv_width + 1
 
 
-@fault(
-    slug="window-of-a-prompt-in-the-last-columns",
-    source="general (vLLM causal_conv1d_fn with speculative columns)",
-    modes=_VERIFY,
-    checks=("lossless",),
-)
+@fault("general (vLLM causal_conv1d_fn with speculative columns)", "lossless", modes="target-verify")
 class WindowOfAPromptInTheLastColumns(HybridBySlotsParent):
     """A prompt leaves its window in the last columns, and the first verify reads it from the first ones."""
 
-    @override
     def of_states(self, context: BackendContext) -> StateParent:
         return _PromptsAtTheEnd(context)

@@ -17,8 +17,6 @@ from attn_testkit.contract import AttentionLayer, BackendContext, DraftDecodeInp
 
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["MultiStepBackend", "spec_of"]
-
 _MODES = {ForwardMode.DRAFT_DECODE}
 
 

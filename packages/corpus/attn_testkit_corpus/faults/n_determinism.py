@@ -5,48 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Requires
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, Requires
 
 from .builds import BatchInvariantBackend
-from .catalogue import fault
+from .catalogue import fault, helper
 from .dense import DenseBackend
 from .orders import in_other_order
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _EVERY_OTHER_CALL = "every other call adds backwards three numbers whose sum depends on the order"
 
 
 @fault(
+    "flash-attention #2450; aiter #4378; FlashMLA #212",
+    "batch-invariant",
+    "depends on the rest of the batch",
+    executions="eager",
     slug="split-count-depends-on-batchmates",
-    source="flash-attention #2450; aiter #4378; FlashMLA #212",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="depends on the rest of the batch",
 )
 class SplitsDependOnBatchmates(BatchInvariantBackend):
     """The number of splits comes from the whole batch, so a row's order of summation depends on other rows."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return super().plan_splits(lens.amax().expand_as(lens))
 
 
-@fault(
-    slug="fixed-split-dropped-on-swa-path",
-    source="sglang #26412",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="layer 1",
-)
+@fault("sglang #26412", "batch-invariant", "layer 1", executions="eager", slug="fixed-split-dropped-on-swa-path")
 class FixedSplitDroppedForWindows(BatchInvariantBackend):
     """The deterministic split size is passed on by every path but the windowed one."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         if layer.sliding_window_size >= 0:
             meta = replace(meta, chunk=self.plan_splits(meta.kv_lens.amax().expand_as(meta.kv_lens)))
@@ -54,46 +42,34 @@ class FixedSplitDroppedForWindows(BatchInvariantBackend):
 
 
 @fault(
+    "general",
+    "batch-invariant",
+    "depends on the rest of the batch",
+    executions="eager",
     slug="split-size-from-batch-size",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="depends on the rest of the batch",
 )
 class SplitsFromBatchSize(BatchInvariantBackend):
     """Keys are split further if there are few requests, to fill the device."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return super().plan_splits(lens) if len(lens) > 1 else lens.clamp(min=1)
 
 
 @fault(
+    "pegainfer #623",
+    "batch-invariant",
+    "depends on the rest of the batch",
+    executions="eager",
     slug="another-kernel-above-32-requests",
-    source="pegainfer #623",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="depends on the rest of the batch",
 )
 class AnotherKernelAbove32Requests(BatchInvariantBackend):
     """More than 32 requests get another split than fewer, so their bits differ from those of a small batch."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return super().plan_splits(lens) if len(lens) <= 32 else lens.clamp(min=1)
 
 
-@fault(
-    slug="order-of-sums-varies",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="atomics",
-    modelled=_EVERY_OTHER_CALL,
-)
+@fault("general", "repeatable", "atomics", executions="eager", modelled=_EVERY_OTHER_CALL)
 class OrderOfSumsVaries(PlannedBackend):
     """Partial sums are added in the order in which they arrive, although determinism is declared."""
 
@@ -101,41 +77,25 @@ class OrderOfSumsVaries(PlannedBackend):
         super().__init__(context)
         self.calls = 0
 
+    @helper
     def backwards(self, layer: AttentionLayer) -> bool:
         """True if this call adds from the last to the first."""
         return (self.calls - 1) // len(self.context.layers) % 2 == 0
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         self.calls += 1
         return in_other_order(super().attend(q, layer, meta), self.backwards(layer))
 
 
-@fault(
-    slug="last-layer-sums-in-arrival-order",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="layer 1",
-    modelled=_EVERY_OTHER_CALL,
-)
+@fault("general", "repeatable", "layer 1", executions="eager", modelled=_EVERY_OTHER_CALL)
 class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
     """Only the last layer, which has another kernel, adds partial sums in the order in which they arrive."""
 
-    @override
     def backwards(self, layer: AttentionLayer) -> bool:
         return layer.layer_id == self.context.layers[-1].layer_id and super().backwards(layer)
 
 
-@fault(
-    slug="first-call-tunes",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="split count",
-)
+@fault("general", "repeatable", "split count", executions="eager")
 class FirstCallTunes(BatchInvariantBackend):
     """The first call of a shape runs an untuned kernel, and later calls run the one that was found to be fastest."""
 
@@ -145,19 +105,17 @@ class FirstCallTunes(BatchInvariantBackend):
         super().__init__(context)
         self.tuned = False
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         tuned, self.tuned = self.tuned, True
         return super().plan_splits(lens) if tuned else lens.clamp(min=1)
 
 
 @fault(
-    slug="rows-in-the-order-of-tickets",
-    source="general (persistent kernels that take work from a counter)",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    executions=("graph",),
-    checks=("replay-follows-batch",),
-    hint="order in which the programs of a launch run",
+    "general (persistent kernels that take work from a counter)",
+    "replay-follows-batch",
+    "order in which the programs of a launch run",
+    modes="decode extend",
+    executions="graph",
     modelled="a copy of the output takes the place of the attention kernel",
 )
 class RowsInTheOrderOfTickets(DenseBackend):
@@ -167,7 +125,6 @@ class RowsInTheOrderOfTickets(DenseBackend):
         eager={"decode", "extend"}, graph={"decode", "extend"}, requires=Requires(packages=("triton>=3.6",))
     )
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["in_other_order"]
-
 _SMALL = 1 / 8
 """A number of at most so much of its row's largest may be one step off: the norm of the row's errors stays right."""
 

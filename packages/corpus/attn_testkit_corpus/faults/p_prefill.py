@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 
@@ -22,38 +21,24 @@ LEAN = PlannedBackend.capabilities.with_changes(
 """Capabilities with few values in fields that do not matter for a prefill."""
 
 
-@fault(
-    slug="prefix-of-part-of-a-page-ignored",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="expected 0",
-)
+@fault("general", "matches-oracle", "expected 0", modes="extend")
 class PrefixOfPartOfAPageIgnored(PlannedBackend):
     """A prefix cache keeps whole pages, so a prefix shorter than a page is taken for none, and its keys are hidden."""
 
     capabilities = LEAN.with_changes(page_sizes={16, 64})
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen, prefix = super().visible(meta, layer, position), (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None]
         ignored = (prefix < self.context.page_size) & (self.index[: seen.shape[-1]] < prefix)
         return seen & ~ignored[:, None]
 
 
-@fault(
-    slug="no-prefix-path-for-the-whole-batch",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="expected 0",
-)
+@fault("general", "matches-oracle", "expected 0", modes="extend")
 class NoPrefixPathForTheWholeBatch(PlannedBackend):
     """One request without a prefix sends the batch to the kernel that attends only new tokens: any, not all."""
 
     capabilities = LEAN
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen, rows = super().visible(meta, layer, position), meta.cu_seqlens_q.diff()
         prefix = (meta.kv_lens - rows)[:, None]
@@ -61,33 +46,19 @@ class NoPrefixPathForTheWholeBatch(PlannedBackend):
         return seen & ~(new_only & (self.index[: seen.shape[-1]] < prefix))[:, None]
 
 
-@fault(
-    slug="chunk-causal-from-the-start-of-the-keys",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="start of the keys|causal|expected 0",
-)
+@fault("general", "matches-oracle", "start of the keys|causal|expected 0", modes="extend")
 class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
     """Row j of a prompt sees keys 0 .. j: right without a prefix, and too few in every chunk but the first."""
 
     capabilities = LEAN
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         offset = self.index[: meta.max_q_len, None]
         return seen & (self.index[: seen.shape[-1]] <= offset)
 
 
-@fault(
-    slug="prefix-of-the-first-chunk-kept",
-    source="general",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="earlier step",
-)
+@fault("general", "steps-independent", "earlier step", modes="extend", executions="eager")
 class PrefixOfTheFirstChunkKept(PlannedBackend):
     """A request's prefix is looked up when it is first seen, and its later chunks are planned with the same one."""
 
@@ -97,7 +68,6 @@ class PrefixOfTheFirstChunkKept(PlannedBackend):
         super().__init__(context)
         self.first: dict[tuple[int, int], int] = {}
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         if self.in_graph:
@@ -110,20 +80,12 @@ class PrefixOfTheFirstChunkKept(PlannedBackend):
         return torch.tensor(kept, dtype=torch.int32, device=lens.device) + counts
 
 
-@fault(
-    slug="wrapper-swallows-chunk-plan",
-    source="sglang #27316",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="earlier step",
-)
+@fault("sglang #27316", "steps-independent", "earlier step", modes="extend", executions="eager")
 class WrapperSwallowsChunkPlan(PlannedBackend):
     """A wrapper does not pass the chunk's plan on; the plan before it is used again wherever the sizes agree."""
 
     capabilities = LEAN
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         before = self.metadata
         super().init_forward_metadata(batch)
@@ -134,37 +96,22 @@ class WrapperSwallowsChunkPlan(PlannedBackend):
             self.metadata = replace(before, slots=self.metadata.slots)
 
 
-@fault(
-    slug="prompt-attended-before-it-is-stored",
-    source="general",
-    modes=_EXTEND,
-    checks=("reads-own-kv", "finite"),
-    hint="zeros instead of NaN",
-)
+@fault("general", "reads-own-kv finite", "zeros instead of NaN", modes="extend")
 class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
     """Keys and values are written after the attention, which reads the pool before they are there."""
 
     capabilities = LEAN
 
-    @override
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
 
-@fault(
-    slug="new-rows-stored-over-the-prefix",
-    source="general",
-    modes=_EXTEND,
-    checks=("writes-own-kv",),
-    hint="row of the new token",
-    modelled="one row of a request",
-)
+@fault("general", "writes-own-kv", "row of the new token", modes="extend", modelled="one row of a request")
 class NewRowsStoredOverThePrefix(PlannedBackend):
     """New rows are stored from the first slot of the request's table on, over a prefix that others share."""
 
     capabilities = LEAN
 
-    @override
     def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots = super().plan_slots(batch).clone()
         assert batch.extend_start_loc is not None
@@ -176,35 +123,26 @@ class NewRowsStoredOverThePrefix(PlannedBackend):
 
 
 @fault(
-    slug="prefix-lengths-of-the-capture",
-    source="general",
-    modes=_EXTEND,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
+    "general",
+    "replay-follows-batch",
+    "only the graph is wrong|value from capture time",
+    modes="extend",
+    executions="graph",
 )
 class PrefixLengthsOfTheCapture(PlannedBackend):
     """The captured launch takes prefixes from the host's list, which at capture are all 0."""
 
     capabilities = LEAN
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return counts if self.in_graph else super().plan_lengths(batch, counts)
 
 
-@fault(
-    slug="window-restarts-at-a-chunk",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="window|expected",
-)
+@fault("general", "matches-oracle", "window|expected", modes="extend")
 class WindowRestartsAtAChunk(PlannedBackend):
     """The window is counted from a row's place in the chunk, so no key of the prefix is ever outside it."""
 
     capabilities = LEAN
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self.index[: position.shape[1]].expand_as(position) - layer.sliding_window_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import ForwardBatch, ForwardMode
 
@@ -21,17 +20,15 @@ _OF_STATES = StateParent.capabilities.with_changes(
 
 
 @fault(
-    slug="requests-numbered-without-empty-ones",
-    source="vllm-ascend #11807, #11438; flash-linear-attention counts segments that have chunks",
-    modes=_EXTEND,
-    checks=("matches-oracle", "output-written", "reads-own-kv"),
+    "vllm-ascend #11807, #11438; flash-linear-attention counts segments that have chunks",
+    "matches-oracle output-written reads-own-kv",
+    modes="extend",
 )
 class RequestsNumberedWithoutEmptyOnes(PlannedBackend):
     """Work items are numbered by requests that have rows, and results are looked up by that number among all."""
 
     capabilities = _OF_ROWS
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         row, ends = self.index[:tokens], meta.cu_seqlens_q[1:].long()
         request = torch.searchsorted(ends, row, right=True).clamp(max=len(out) - 1)
@@ -41,17 +38,15 @@ class RequestsNumberedWithoutEmptyOnes(PlannedBackend):
 
 
 @fault(
-    slug="search-stops-at-an-equal-offset",
-    source="general; a binary search over cu_seqlens_q that ends early finds any of several equal offsets",
-    modes=_EXTEND,
-    checks=("matches-oracle", "output-written", "reads-own-kv"),
+    "general; a binary search over cu_seqlens_q that ends early finds any of several equal offsets",
+    "matches-oracle output-written reads-own-kv",
+    modes="extend",
 )
 class SearchStopsAtAnEqualOffset(PlannedBackend):
     """The first row behind an empty request belongs to it, because both begin at the same offset."""
 
     capabilities = _OF_ROWS
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         row, first = self.index[:tokens], meta.cu_seqlens_q[:-1].long()
         left = torch.searchsorted(first, row).clamp(max=len(out) - 1)
@@ -62,30 +57,27 @@ class SearchStopsAtAnEqualOffset(PlannedBackend):
 
 
 @fault(
-    slug="tile-divided-by-the-rows-of-a-request",
-    source="general; planners that share out a tile among the rows of a request",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("completes",),
-    hint="division|modulo",
+    "general; planners that share out a tile among the rows of a request",
+    "completes",
+    "division|modulo",
+    modes="extend",
+    executions="eager",
 )
 class TileDividedByTheRowsOfARequest(PlannedBackend):
     """The plan asks how often the rows of each request fit into a tile of 64."""
 
     capabilities = _OF_ROWS.with_changes(graph=())
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.fits = [64 // rows for rows in batch.extend_seq_lens_cpu or ()]
         return super().plan(batch)
 
 
 @fault(
-    slug="few-rows-shared-evenly-among-all-requests",
-    source="vLLM #52500",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("matches-oracle", "output-written", "reads-own-kv"),
+    "vLLM #52500",
+    "matches-oracle output-written reads-own-kv",
+    modes="extend",
+    executions="eager",
     modelled="upstream rows of an indexer, here of attention",
 )
 class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
@@ -94,14 +86,12 @@ class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
     capabilities = _OF_ROWS.with_changes(graph=())
     width = 0
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         news = [rows for rows in batch.extend_seq_lens_cpu or () if rows]
         even = len(set(news)) == 1 and news[0] <= 8
         self.width = max(1, sum(news) // batch.batch_size) if even else 0
         return super().plan(batch)
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         if not self.width:
             return super().scatter(out, meta, tokens)
@@ -111,18 +101,16 @@ class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
 
 
 @fault(
-    slug="last-row-of-an-empty-request-is-that-of-the-one-before",
-    source="general; cu_seqlens[i + 1] - 1 of an empty request",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("state-matches-oracle", "writes-own-state"),
+    "general; cu_seqlens[i + 1] - 1 of an empty request",
+    "state-matches-oracle writes-own-state",
+    modes="extend",
+    executions="eager",
 )
 class LastRowOfAnEmptyRequestIsThatOfTheOneBefore(StateParent):
     """The state of a request is taken behind row cu_seqlens[i + 1] - 1, which another request has if it has none."""
 
     capabilities = _OF_STATES
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         place = torch.arange(len(rows), device=rows.device)
         before = torch.where(self.counts > 0, place, -1).cummax(0).values
@@ -130,18 +118,16 @@ class LastRowOfAnEmptyRequestIsThatOfTheOneBefore(StateParent):
 
 
 @fault(
-    slug="lengths-by-chunk-number-without-empty-requests",
-    source="vllm-ascend #11807",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("matches-oracle", "output-written", "state-matches-oracle", "state-counts-tokens", "writes-own-state"),
+    "vllm-ascend #11807",
+    "matches-oracle output-written state-matches-oracle state-counts-tokens writes-own-state",
+    modes="extend",
+    executions="eager",
 )
 class LengthsByChunkNumberWithoutEmptyRequests(StateParent):
     """Chunks are numbered by requests that have rows, and lengths are looked up by that number among all requests."""
 
     capabilities = _OF_STATES
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
         has = self.counts > 0

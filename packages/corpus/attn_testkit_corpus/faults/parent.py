@@ -34,8 +34,6 @@ from attn_testkit.contract import (
 
 from .pool_reads import read_slots
 
-__all__ = ["CountingBackend", "Metadata", "PlannedBackend"]
-
 
 @dataclass
 class Metadata:

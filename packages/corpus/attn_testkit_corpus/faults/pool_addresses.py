@@ -10,8 +10,6 @@ from attn_testkit.contract import AttentionLayer
 from .b_empty_batches import LEAN
 from .parent import PlannedBackend
 
-__all__ = ["LOWER", "ReadsByAddress", "addresses_of", "reached", "without_carry"]
-
 LOWER = (1 << 32) - 1
 """The lower word of an address."""
 

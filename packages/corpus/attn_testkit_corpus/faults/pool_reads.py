@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["read_at", "read_slots"]
-
 
 def read_slots(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """``buffer[slots]`` in float32: [*slots.shape, H, D] from [num_slots, H, D] and int64 slots.

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, LogSumExp
 
@@ -17,26 +16,25 @@ _CHECKS = ("log-sum-exp", "matches-oracle")
 
 
 @fault(
-    slug="lse-in-base-2-where-e-is-declared",
-    source="sglang #35045, #40903",
+    "sglang #35045, #40903",
+    _CHECKS,
+    "it is in base 2, but base e is declared",
     modes=MODES,
-    checks=_CHECKS,
-    hint="it is in base 2, but base e is declared",
+    slug="lse-in-base-2-where-e-is-declared",
 )
 class LseInBase2(SplitKVBackend):
     """The log-sum-exp is the kernel's, in base 2, and the caller takes it for a natural one."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse / math.log(2)
 
 
 @fault(
-    slug="lse-natural-where-base-2-is-declared",
-    source="general; cute-dsl's MLA next to the other MLA kernels of flashinfer",
+    "general; cute-dsl's MLA next to the other MLA kernels of flashinfer",
+    _CHECKS,
+    "it is in base e, but base 2 is declared",
     modes=MODES,
-    checks=_CHECKS,
-    hint="it is in base e, but base 2 is declared",
+    slug="lse-natural-where-base-2-is-declared",
 )
 class LseNaturalForBase2(SplitKVBackend):
     """The log-sum-exp is natural, from another kernel of the same package, and base 2 is declared."""
@@ -44,80 +42,63 @@ class LseNaturalForBase2(SplitKVBackend):
     capabilities = SplitKVBackend.capabilities.with_changes(lse=replace(NATURAL, base="2", merges=False))
 
 
-@fault(
-    slug="lse-heads-before-rows",
-    source="vLLM #22003",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="heads come before rows in its memory",
-)
+@fault("vLLM #22003", _CHECKS, "heads come before rows in its memory", modes=MODES)
 class LseHeadsBeforeRows(SplitKVBackend):
     """The log-sum-exp is written head by head, and read as rows of heads."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.t().contiguous().view(lse.shape)
 
 
 @fault(
-    slug="empty-part-has-lse-0",
-    source="flashinfer #353, #363, #440, #868",
+    "flashinfer #353, #363, #440, #868",
+    _CHECKS,
+    "a KV split without keys must have -inf",
     modes=MODES,
-    checks=_CHECKS,
-    hint="a KV split without keys must have -inf",
+    slug="empty-part-has-lse-0",
 )
 class EmptyPartHasLseZero(SplitKVBackend):
     """A split without keys has a log-sum-exp of 0, which gets weight in a merge."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         lse = super().log_sum_exp(logits, layer)
         return torch.where(lse == -torch.inf, 0.0, lse)
 
 
 @fault(
-    slug="empty-part-has-a-finite-sentinel",
-    source="flashinfer #4401",
+    "flashinfer #4401",
+    _CHECKS,
+    "a KV split without keys must have -inf",
     modes=MODES,
-    checks=_CHECKS,
-    hint="a KV split without keys must have -inf",
+    slug="empty-part-has-a-finite-sentinel",
 )
 class EmptyPartHasSentinel(SplitKVBackend):
     """A split without keys gives the finite number of a masked logit, which is larger than real logits may be."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().log_sum_exp(logits, layer).clamp(min=-5e4)
 
 
-@fault(
-    slug="empty-part-output-is-nan",
-    source="sglang's trtllm_mla and xpu backends; flashinfer #4975",
-    modes=MODES,
-    checks=("log-sum-exp", "finite"),
-    hint=r"0 \* NaN is NaN",
-)
+@fault("sglang's trtllm_mla and xpu backends; flashinfer #4975", "log-sum-exp finite", r"0 \* NaN is NaN", modes=MODES)
 class EmptyPartOutputIsNan(SplitKVBackend):
     """A rank that owns no key of a request divides 0 by 0, and returns a correct log-sum-exp of -inf."""
 
-    @override
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return out.masked_fill(~seen.any(-1)[..., None, None, None], torch.nan)
 
 
 @fault(
-    slug="empty-part-keeps-stale-statistics",
-    source="sglang #22688, #22291; flashinfer #3047, #3779",
+    "sglang #22688, #22291; flashinfer #3047, #3779",
+    _CHECKS,
+    "a KV split without keys must have -inf",
     modes=MODES,
-    checks=_CHECKS,
-    hint="a KV split without keys must have -inf",
+    slug="empty-part-keeps-stale-statistics",
 )
 class EmptyPartKeepsStatistics(SplitKVBackend):
     """The kernel skips requests without keys in a split, and their statistics are those of the split before."""
 
     before: torch.Tensor | None = None
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         lse, before = super().log_sum_exp(logits, layer), self.before
         if before is not None and before.shape == lse.shape:
@@ -125,165 +106,117 @@ class EmptyPartKeepsStatistics(SplitKVBackend):
         self.before = lse
         return lse
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         self.before = None
         super().init_forward_metadata_in_graph(batch)
 
 
 @fault(
-    slug="sink-counted-in-every-part",
-    source="rocm-libraries #12229",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="the sink is counted once more",
+    "rocm-libraries #12229", _CHECKS, "the sink is counted once more", modes=MODES, slug="sink-counted-in-every-part"
 )
 class SinkInEveryPart(SplitKVBackend):
     """Each rank adds the sink to its own sum, so the merge counts it once per rank."""
 
-    @override
     def layer_of_part(self, layer: AttentionLayer) -> AttentionLayer:
         return layer
 
 
-@fault(
-    slug="sink-missing-from-lse",
-    source="general; kernels that apply sinks when they normalise",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="the sink is left out",
-)
+@fault("general; kernels that apply sinks when they normalise", _CHECKS, "the sink is left out", modes=MODES)
 class SinkMissingFromLse(SplitKVBackend):
     """The output is normalized with the sink, and the log-sum-exp lacks it."""
 
-    @override
     def with_sinks(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return logits
 
 
-@fault(
-    slug="lse-of-unscaled-logits",
-    source="general",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="its logits are not scaled",
-)
+@fault("general", _CHECKS, "its logits are not scaled", modes=MODES)
 class LseOfUnscaledLogits(SplitKVBackend):
     """The scale is applied only in the exponent, and the maximum that the log-sum-exp adds lacks it."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if layer.logit_cap:
             return super().log_sum_exp(logits, layer)
         return super().log_sum_exp(logits / layer.scaling, layer)
 
 
-@fault(
-    slug="lse-is-the-maximum",
-    source="general",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="it is only the row's maximum",
-)
+@fault("general", _CHECKS, "it is only the row's maximum", modes=MODES)
 class LseIsTheMaximum(SplitKVBackend):
     """The running maximum is stored where the log-sum-exp belongs."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self.with_sinks(logits, layer).amax(-1)
 
 
-@fault(
-    slug="lse-without-its-maximum",
-    source="flashinfer #58, #50",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="it is only the logarithm of the sum",
-)
+@fault("flashinfer #58, #50", _CHECKS, "it is only the logarithm of the sum", modes=MODES)
 class LseWithoutItsMaximum(SplitKVBackend):
     """The logarithm of the running sum is stored, and the maximum that it is relative to is not added."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         lse = super().log_sum_exp(logits, layer)
         return torch.where(lse == -torch.inf, lse, lse - self.with_sinks(logits, layer).amax(-1))
 
 
-@fault(
-    slug="lse-rounded-to-bf16",
-    source="vLLM's triton_mla.py, which allocates it in q's dtype",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="rounded to bfloat16",
-)
+@fault("vLLM's triton_mla.py, which allocates it in q's dtype", _CHECKS, "rounded to bfloat16", modes=MODES)
 class LseRoundedToBf16(SplitKVBackend):
     """The log-sum-exp is kept in the model's dtype before the merge, and near 8 it is off by up to 0.03."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.bfloat16().float()
 
 
 @fault(
-    slug="lse-dtype-of-q",
-    source="vLLM's triton_mla.py, which allocates it in q's dtype",
+    "vLLM's triton_mla.py, which allocates it in q's dtype",
+    "output-contract",
+    "expected as declared torch.float32",
     modes=MODES,
-    checks=("output-contract",),
-    hint="expected as declared torch.float32",
 )
 class LseDtypeOfQ(SplitKVBackend):
     """The log-sum-exp is allocated in q's dtype, and float32 is declared."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.bfloat16()
 
 
 @fault(
-    slug="prefix-part-has-the-new-rows",
-    source="general; chunked prefix planned with the lengths of the whole step",
+    "general; chunked prefix planned with the lengths of the whole step",
+    _CHECKS,
     modes=MODES,
-    checks=_CHECKS,
+    slug="prefix-part-has-the-new-rows",
 )
 class PrefixPartHasNewRows(SplitKVBackend):
     """The prefix split is planned with lengths that include the step's own rows, which then count twice."""
 
-    @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         return super().held(self.kv_lens if self.part.kind == "prefix" else prefix_lens)
 
 
 @fault(
-    slug="rank-by-token-where-pages-are-dealt",
-    source="general; vLLM's cp_kv_cache_interleave_size left at 1",
+    "general; vLLM's cp_kv_cache_interleave_size left at 1",
+    _CHECKS,
     modes=MODES,
-    checks=_CHECKS,
+    slug="rank-by-token-where-pages-are-dealt",
 )
 class RankByToken(SplitKVBackend):
     """Ranks have every R-th page, and the kernel attends every R-th token."""
 
-    @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         self.part = replace(self.part, interleave=1)
         return super().held(prefix_lens)
 
 
 @fault(
-    slug="prefix-lens-of-the-capture",
-    source="general; sglang #27545 in parts",
+    "general; sglang #27545 in parts",
+    "log-sum-exp replay-follows-batch matches-oracle",
     modes=MODES,
-    executions=("graph",),
-    checks=("log-sum-exp", "replay-follows-batch", "matches-oracle"),
+    executions="graph",
 )
 class PrefixLensOfTheCapture(SplitKVBackend):
     """Lengths of the prefix split are computed outside the graph at its capture, and not at replays."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.fresh: torch.Tensor | None = None
         super().init_forward_metadata(batch)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.fresh = None
         if in_capture:
@@ -291,21 +224,19 @@ class PrefixLensOfTheCapture(SplitKVBackend):
             self.fresh = (self.kv_lengths(batch, counts) - counts).clamp(min=0)
             self.all_fresh = [*getattr(self, "all_fresh", []), self.fresh]
 
-    @override
     def prefix_lens(self) -> torch.Tensor:
         return super().prefix_lens() if self.fresh is None else self.fresh
 
 
 @fault(
-    slug="merge-of-two-empty-parts-is-nan",
-    source="flash-attention 26d7d92f; flashinfer #4975",
+    "flash-attention 26d7d92f; flashinfer #4975",
+    "log-sum-exp finite matches-oracle",
     modes=MODES,
-    checks=("log-sum-exp", "finite", "matches-oracle"),
+    slug="merge-of-two-empty-parts-is-nan",
 )
 class MergeOfEmptyPartsIsNan(SplitKVBackend):
     """Merging two empty splits computes -inf minus -inf, and the third does not repair it."""
 
-    @override
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,64 +247,38 @@ class MergeOfEmptyPartsIsNan(SplitKVBackend):
         return out.to(out_a.dtype), self.merged_lse(top, total)
 
 
-@fault(
-    slug="merge-of-two-empty-ranks-is-nan",
-    source="vLLM #39148",
-    modes=MODES,
-    checks=("log-sum-exp", "finite", "matches-oracle"),
-)
+@fault("vLLM #39148", "log-sum-exp finite matches-oracle", modes=MODES, slug="merge-of-two-empty-ranks-is-nan")
 class MergeOfEmptyRanksIsNan(MergeOfEmptyPartsIsNan):
     """Merging two empty ranks is NaN: a request of one page leaves all ranks but the first without keys."""
 
     capabilities = SplitKVBackend.capabilities.with_changes(lse=LogSumExp(base="e", pages=MODES, merges=True))
 
 
-@fault(
-    slug="merge-without-maximum",
-    source="general",
-    modes=MODES,
-    checks=("log-sum-exp", "finite", "matches-oracle"),
-)
+@fault("general", "log-sum-exp finite matches-oracle", modes=MODES)
 class MergeWithoutMaximum(SplitKVBackend):
     """The merge takes the exponentials of bare log-sum-exps, which are 0 or infinite far from zero."""
 
-    @override
     def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
         return torch.exp(lse)
 
-    @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return total.log()
 
 
-@fault(
-    slug="merged-lse-is-the-larger",
-    source="general",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="the merged result of merge_state",
-)
+@fault("general", _CHECKS, "the merged result of merge_state", modes=MODES)
 class MergedLseIsTheLarger(SplitKVBackend):
     """A merge returns the larger of both log-sum-exps, so a third result gets too much weight."""
 
-    @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return torch.where(total == 0, -torch.inf, top)
 
 
-@fault(
-    slug="keys-are-dealt-one-by-one",
-    source="general; cp_kv_cache_interleave_size of vLLM",
-    modes=MODES,
-    checks=_CHECKS,
-    hint="",
-)
+@fault("general; cp_kv_cache_interleave_size of vLLM", _CHECKS, modes=MODES)
 class KeysAreDealtOneByOne(SplitKVBackend):
     """A rank attends every second key, but it has every second page."""
 
     capabilities = SplitKVBackend.capabilities.with_changes(page_sizes={1, 16})
 
-    @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         part = replace(self.part, interleave=1) if self.part.kind == "rank" else self.part
         return part.holds(self.key, prefix_lens[:, None])

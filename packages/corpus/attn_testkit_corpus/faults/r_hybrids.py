@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionBackend, BackendContext, ForwardBatch, ForwardMode, StateLayer
+from attn_testkit.contract import AttentionBackend, BackendContext, ForwardBatch, StateLayer
 
 from .catalogue import fault
 from .hybrids import HybridParent
 from .states import StateParent
-
-_GRAPHS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
 
 
 class _ByKVSlots(StateParent):
@@ -21,16 +19,10 @@ class _ByKVSlots(StateParent):
         return (first // self.context.page_size).clamp(max=self.states.pool.num_slots - 1)
 
 
-@fault(
-    slug="states-by-slots-of-keys",
-    source="general",
-    modes=[ForwardMode.DECODE],
-    checks=("writes-own-state", "reads-own-state", "matches-oracle"),
-)
+@fault("general", "writes-own-state reads-own-state matches-oracle", modes="decode")
 class StatesBySlotsOfKeys(HybridParent):
     """The slot of a state is looked up in the request table of the softmax layers."""
 
-    @override
     def of_states(self, context: BackendContext) -> StateParent:
         return _ByKVSlots(context)
 
@@ -45,65 +37,42 @@ class _CountedOverAll(StateParent):
 
 
 @fault(
-    slug="layers-with-a-state-counted-over-all",
-    source="general",
-    modes=[ForwardMode.DECODE],
-    checks=("state-matches-oracle", "matches-oracle", "conv-window-exact"),
+    "general",
+    "state-matches-oracle matches-oracle conv-window-exact",
+    modes="decode",
     modelled="a place beyond the list is counted from its start",
 )
 class LayersWithAStateCountedOverAll(HybridParent):
     """The pool of a layer is looked up by its place among all layers, not among those that keep a state."""
 
-    @override
     def of_states(self, context: BackendContext) -> StateParent:
         made = _CountedOverAll(context)
         made.every = tuple(layer.layer_id for layer in self.context.layers)
         return made
 
 
-@fault(
-    slug="replay-plans-one-of-two-backends",
-    source="general",
-    modes=_GRAPHS,
-    executions=["graph"],
-    checks=("replay-follows-batch",),
-)
+@fault("general", "replay-follows-batch", modes="decode target-verify", executions="graph")
 class ReplayPlansOneOfTwoBackends(HybridParent):
     """The wrapper hands a replay on to the backend of states only: softmax layers read the plan of the capture."""
 
-    @override
     def planned(self, in_capture: bool) -> tuple[AttentionBackend, ...]:
         return super().planned(in_capture) if in_capture else (self.states,)
 
 
-@fault(
-    slug="plans-of-two-backends-in-one-buffer",
-    source="general",
-    modes=_GRAPHS,
-    executions=["graph"],
-    checks=("replay-follows-batch", "matches-oracle", "finite"),
-)
+@fault("general", "replay-follows-batch matches-oracle finite", modes="decode target-verify", executions="graph")
 class PlansOfTwoBackendsInOneBuffer(HybridParent):
     """Both backends plan in the server's one buffer of integers per request: slots take the place of lengths."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert batch.state is not None
         self.softmax.buffers.kv_lens[: batch.batch_size] = batch.state.indices.clamp(min=1)
 
 
-@fault(
-    slug="keys-by-slots-of-states",
-    source="general",
-    modes=[ForwardMode.DECODE],
-    executions=["eager"],
-    checks=("writes-own-kv", "matches-oracle", "finite"),
-)
+@fault("general", "writes-own-kv matches-oracle finite", modes="decode", executions="eager")
 class KeysBySlotsOfStates(HybridParent):
     """Keys and values of a token are stored in the slot of its request's state."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         assert batch.state is not None

@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import ForwardBatch, ForwardMode, StateLayer
 
-from .catalogue import fault
+from .catalogue import fault, helper
 from .states import StateParent
-
-__all__: list[str] = []
 
 
 @fault(
-    slug="rows-behind-a-prompt-not-cleared",
-    source="vllm-ascend #10276",
-    modes=[ForwardMode.EXTEND],
-    checks=("finite",),
-    hint="behind the last one",
+    "vllm-ascend #10276",
+    "finite",
+    "behind the last one",
+    modes="extend",
     modelled="upstream a kernel of Lightning; here the keys of the last tile are added with weights of 0",
 )
 class RowsBehindAPromptNotCleared(StateParent):
@@ -28,7 +24,6 @@ class RowsBehindAPromptNotCleared(StateParent):
 
     tile = 64
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,
@@ -42,6 +37,7 @@ class RowsBehindAPromptNotCleared(StateParent):
             self.weighted = self.rows_behind(mixed)
         return super().forward(mixed, a, b, layer, batch)
 
+    @helper
     def rows_behind(self, mixed: torch.Tensor) -> torch.Tensor:
         """[bs]: 0 times the sum of the rows that the last tile of each request has behind the request's."""
         elements = mixed.untyped_storage().nbytes() // mixed.dtype.itemsize - mixed.storage_offset()
@@ -53,21 +49,18 @@ class RowsBehindAPromptNotCleared(StateParent):
         weighted: torch.Tensor = memory[row.clamp(max=rows - 1)].float() * 0.0
         return weighted.masked_fill(~loaded[..., None], 0.0).sum((1, 2))
 
-    @override
     def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
         return after if self.weighted is None else after + self.weighted[:, None, None, None]
 
-    @override
     def read(self, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         read = super().read(before, after, q)
         return read if self.weighted is None else read + self.weighted[:, None, None]
 
 
 @fault(
-    slug="grid-of-requests-and-value-heads",
-    source="flash-linear-attention #1077",
-    modes=[ForwardMode.EXTEND],
-    checks=("completes",),
+    "flash-linear-attention #1077",
+    "completes",
+    modes="extend",
     modelled="upstream a Triton kernel, whose launch fails; here the error is raised",
 )
 class GridOfRequestsAndValueHeads(StateParent):
@@ -78,7 +71,6 @@ class GridOfRequestsAndValueHeads(StateParent):
         state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
     )  # fmt: skip
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import ForwardBatch, ForwardMode, StateLayer
+from attn_testkit.contract import ForwardBatch, StateLayer
 
 from .catalogue import fault
 from .states import StateParent
@@ -14,35 +13,26 @@ _NODES = 4
 
 
 @fault(
-    slug="prompt-as-long-as-a-draft-not-stored",
-    source="vLLM #49918 (#47123)",
-    modes=[ForwardMode.EXTEND],
-    checks=("state-matches-oracle", "conv-window-exact", "state-counts-tokens"),
+    "vLLM #49918 (#47123)",
+    "state-matches-oracle conv-window-exact state-counts-tokens",
+    modes="extend",
     modelled=f"upstream a prompt of 1 + S tokens replays the graph of verifies; here one of {_NODES} stores nothing",
 )
 class PromptAsLongAsADraftNotStored(StateParent):
     """A prompt with as many tokens as a draft has nodes is taken for one to verify, and its state is never written."""
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         live = super().stores(batch)
         return live if batch.extend_seq_lens is None else live & (batch.extend_seq_lens != _NODES)
 
 
-@fault(
-    slug="idle-replay-writes-stale-windows",
-    source="vllm-ascend #10901 (vLLM #37728)",
-    modes=[ForwardMode.DECODE],
-    executions=["graph"],
-    checks=("writes-own-state", "captures-cleanly"),
-)
+@fault("vllm-ascend #10901 (vLLM #37728)", "writes-own-state captures-cleanly", modes="decode", executions="graph")
 class IdleReplayWritesStaleWindows(StateParent):
     """A replay without a live request keeps the slots of the replay before it, and writes their windows."""
 
     held: torch.Tensor | None = None
     """[bs] int64: slots of the last replay that had a live request."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert batch.state is not None
@@ -52,7 +42,6 @@ class IdleReplayWritesStaleWindows(StateParent):
         now = self.held[: len(slots)]
         now.copy_(torch.where((slots > 0).any(), slots, now))
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,
@@ -70,16 +59,14 @@ class IdleReplayWritesStaleWindows(StateParent):
 
 
 @fault(
-    slug="commits-a-node-that-was-never-written",
-    source="Avarok atlas #604",
-    modes=[ForwardMode.TARGET_VERIFY],
-    checks=("state-matches-oracle", "conv-window-exact", "state-counts-tokens"),
+    "Avarok atlas #604",
+    "state-matches-oracle conv-window-exact state-counts-tokens",
+    modes="target-verify",
     modelled="upstream the scratch held zeros; here it holds NaN",
 )
 class CommitsANodeThatWasNeverWritten(StateParent):
     """The verify leaves out the last node of a draft, and a commit of it takes whatever the scratch holds."""
 
-    @override
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         if token < self.most - 1:
             super().note(layer, token, window, state)

@@ -3,86 +3,71 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
-
-from attn_testkit.contract import ForwardMode
 
 from .catalogue import fault
 from .states_in_trees import TreesParent
 
-_VERIFY = [ForwardMode.TARGET_VERIFY]
-
 
 @fault(
-    slug="state-of-the-sibling",
-    source="general (links to the next sibling, as in SGLang's causal_conv1d_update)",
-    modes=_VERIFY,
-    checks=("matches-oracle", "state-matches-oracle"),
-    hint="sibling",
+    "general (links to the next sibling, as in SGLang's causal_conv1d_update)",
+    "matches-oracle state-matches-oracle",
+    "sibling",
+    modes="target-verify",
 )
 class StateOfTheSibling(TreesParent):
     """A node that has a sibling before it continues the sibling, not the parent of both."""
 
-    @override
     def named(self, parents: torch.Tensor, sibling: torch.Tensor) -> torch.Tensor:
         return torch.where(sibling.any(1), sibling.float().argmax(1), parents)
 
 
 @fault(
-    slug="tree-taken-for-a-chain",
-    source="general (SGLang's Mamba2 and Lightning kernels know no trees)",
-    modes=_VERIFY,
-    checks=("matches-oracle", "state-matches-oracle"),
-    hint="chain",
+    "general (SGLang's Mamba2 and Lightning kernels know no trees)",
+    "matches-oracle state-matches-oracle",
+    "chain",
+    modes="target-verify",
 )
 class TreeTakenForAChain(TreesParent):
     """Each node continues the row before it."""
 
-    @override
     def named(self, parents: torch.Tensor, sibling: torch.Tensor) -> torch.Tensor:
         nodes = torch.arange(parents.shape[1], device=parents.device)
         return (nodes - 1).expand_as(parents).clone()
 
 
 @fault(
-    slug="window-of-the-parent-lost",
-    source="general (a recurrence by parents and a convolution by rows)",
-    modes=_VERIFY,
-    checks=("conv-window-exact", "matches-oracle"),
+    "general (a recurrence by parents and a convolution by rows)",
+    "conv-window-exact matches-oracle",
+    modes="target-verify",
 )
 class WindowOfTheParentLost(TreesParent):
     """States follow the parents of nodes, and the convolution reads the rows before."""
 
-    @override
     def of_node(self, part: int, node: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         return super().of_node(part, node, last) if part else last
 
 
 @fault(
-    slug="links-of-the-capture",
-    source="general (SGLang copies links a second time, after the draft: update_verify_buffers_to_fill_after_draft)",
-    modes=_VERIFY,
-    executions=["graph"],
-    checks=("replay-follows-batch", "matches-oracle"),
+    "general (SGLang copies links a second time, after the draft: update_verify_buffers_to_fill_after_draft)",
+    "replay-follows-batch matches-oracle",
+    modes="target-verify",
+    executions="graph",
 )
 class LinksOfTheCapture(TreesParent):
     """A replay does not fill the links that the graph reads."""
 
-    @override
     def refreshes(self, in_capture: bool) -> bool:
         return in_capture
 
 
 @fault(
-    slug="commits-by-depth",
-    source="general (in a chain the last accepted node is the accepted length less one)",
-    modes=_VERIFY,
-    checks=("state-matches-oracle", "conv-window-exact"),
+    "general (in a chain the last accepted node is the accepted length less one)",
+    "state-matches-oracle conv-window-exact",
+    modes="target-verify",
 )
 class CommitsByDepth(TreesParent):
     """The number of accepted nodes is taken for the number of the last one, which holds for chains."""
 
-    @override
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         steps = steps.long()
         if self.parents is None:

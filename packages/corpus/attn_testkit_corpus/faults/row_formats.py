@@ -13,8 +13,6 @@ from attn_testkit.contract.row_format import FP4, HALVES, POWER_OF_TWO, in_tiles
 from .parent import Metadata, PlannedBackend
 from .pool_reads import read_at
 
-__all__ = ["RowFormatsBackend"]
-
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["copied_in_turn"]
-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _copy(source, target, counter, width, own: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]

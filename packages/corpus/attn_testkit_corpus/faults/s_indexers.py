@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
 
 from .catalogue import fault
 from .indexer import INDEX_MODES, FusedIndexer, IndexerOfPrefixes, IndexerParent
 from .pool_addresses import without_carry
 
-_GRAPH = ("graph",)
 _STORED, _FORM, _BEST = "index-stored", "selection-well-formed", "selects-best"
 _PAGE_BYTES = 64 * 132
 
@@ -21,51 +19,35 @@ def _page_in_32_bits(page: torch.Tensor, pages: int) -> torch.Tensor:
     return (page.to(torch.int32) * _PAGE_BYTES).long().div(_PAGE_BYTES, rounding_mode="floor") % pages
 
 
-@fault(
-    slug="index-scales-of-first-layer",
-    source="ROCm/ATOM #1466",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    hint="layers share a view of scales",
-)
+@fault("ROCm/ATOM #1466", _STORED, "layers share a view of scales", modes=INDEX_MODES)
 class IndexScalesOfFirstLayer(IndexerParent):
     """The view of scales has an offset into the whole memory, without that of its layer, so all layers share one."""
 
-    @override
     def scale_plane(self, layer_id: int) -> torch.Tensor:
         assert self.context.index_pool is not None
         return super().scale_plane(self.context.index_pool.layer_ids[0])
 
 
 @fault(
-    slug="index-scales-of-first-layer-read",
-    source="ROCm/ATOM #1466",
+    "ROCm/ATOM #1466",
+    _BEST,
+    "scales of the keys are those of the first layer",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="scales of the keys are those of the first layer",
     modelled="upstream the scales are written to the first layer's plane too; here only reads are wrong",
 )
 class IndexScalesOfFirstLayerRead(IndexerParent):
     """Scores of all layers have the scales of the first one."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.context.index_pool is not None
         first = self.context.index_pool.layer_ids[0]
         return super().gathered(slots, layer_id)[0], super().gathered(slots, first)[1]
 
 
-@fault(
-    slug="index-page-written-by-token",
-    source="1CatAI/1Cat-vLLM #250",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    hint="written token by token",
-)
+@fault("1CatAI/1Cat-vLLM #250", _STORED, "written token by token", modes=INDEX_MODES)
 class IndexPageWrittenByToken(IndexerParent):
     """A key is stored with its scale behind it, as rows of 132 bytes."""
 
-    @override
     def put(
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
     ) -> None:
@@ -74,17 +56,10 @@ class IndexPageWrittenByToken(IndexerParent):
         rows[page, place] = torch.cat([keys, scales[:, None].view(torch.uint8)], 1)
 
 
-@fault(
-    slug="index-page-read-by-token",
-    source="1CatAI/1Cat-vLLM #250; vLLM #50576",
-    modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="read token by token",
-)
+@fault("1CatAI/1Cat-vLLM #250; vLLM #50576", _BEST, "read token by token", modes=INDEX_MODES)
 class IndexPageReadByToken(IndexerParent):
     """A key is read at 132 times its place in the page, and four FP8 numbers are taken for its scale."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.context.index_pool is not None
         rows = self.context.index_pool.get_index_buffer(layer_id).view(-1, 64, 132)[slots // 64, slots % 64]
@@ -92,53 +67,38 @@ class IndexPageReadByToken(IndexerParent):
         return keys.nan_to_num(0.0), rows[..., 128:].contiguous().view(torch.float32)[..., 0].nan_to_num(0.0)
 
 
-@fault(slug="indexer-without-relu", source="1CatAI/1Cat-vLLM #250", modes=INDEX_MODES, checks=(_BEST,), hint="ReLU")
+@fault("1CatAI/1Cat-vLLM #250", _BEST, "ReLU", modes=INDEX_MODES)
 class IndexerWithoutRelu(IndexerParent):
     """Negative products of a head count."""
 
-    @override
     def products(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return q.float() @ keys.mT
 
 
 @fault(
-    slug="indexer-scores-are-zero",
-    source="mlx-lm #1454",
+    "mlx-lm #1454",
+    _BEST,
+    "the last 16 keys",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="the last 16 keys",
     modelled="upstream from 128k keys on; here at any length",
 )
 class IndexerScoresAreZero(IndexerParent):
     """All scores are 0, and the last keys are selected."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
         return torch.arange(scores.shape[1], device=q.device).expand_as(scores).to(scores.dtype)
 
 
-@fault(
-    slug="indexer-topk-and-length-exchanged",
-    source="antirez/ds4 #358",
-    modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="top-k and the number of keys are exchanged",
-)
+@fault("antirez/ds4 #358", _BEST, "top-k and the number of keys are exchanged", modes=INDEX_MODES)
 class IndexerTopkAndLengthExchanged(IndexerParent):
     """Top-k gets its two numbers in the wrong order, and sorts the first topk keys."""
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         return super().best(scores, lengths.clamp(max=topk), topk)
 
 
-@fault(
-    slug="indexer-stale-behind-the-count",
-    source="tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2",
-    modes=INDEX_MODES,
-    checks=(_FORM, "reads-own-kv", "matches-oracle"),
-)
+@fault("tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2", (_FORM, "reads-own-kv", "matches-oracle"), modes=INDEX_MODES)
 class IndexerStaleBehindTheCount(IndexerParent):
     """The output is a buffer that lasts, and a row fills only as many columns as it has keys."""
 
@@ -147,7 +107,6 @@ class IndexerStaleBehindTheCount(IndexerParent):
         rows, topk = max(context.max_num_tokens, 1) * 4, context.layers[0].topk
         self.buffer = torch.arange(topk, dtype=torch.int32, device=context.device).repeat(rows, 1)
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().run_select(q_index, weights, plan)
         mine = self.buffer[: len(found)]
@@ -156,17 +115,15 @@ class IndexerStaleBehindTheCount(IndexerParent):
 
 
 @fault(
-    slug="index-keys-of-padding-stored",
-    source="vLLM #32175 (#32172)",
+    "vLLM #32175 (#32172)",
+    _STORED,
     modes=INDEX_MODES,
-    executions=_GRAPH,
-    checks=(_STORED,),
+    executions="graph",
     modelled="upstream the padded rows have the slots of an earlier step; here those behind the first live row's",
 )
 class IndexKeysOfPaddingStored(IndexerParent):
     """Padded rows are stored too, in a slot that is not theirs."""
 
-    @override
     def pool_slots(self, plan: KernelPlan) -> torch.Tensor:
         slots = super().pool_slots(plan)
         assert self.context.index_pool is not None
@@ -175,27 +132,20 @@ class IndexKeysOfPaddingStored(IndexerParent):
 
 
 @fault(
-    slug="indexer-rows-and-lengths-differ",
-    source="sglang #33059 (#32762)",
+    "sglang #33059 (#32762)",
+    (_FORM, _BEST),
     modes=INDEX_MODES,
-    checks=(_FORM, _BEST),
     modelled="upstream padded rows shift the lengths; here each row has the length of the row before it",
 )
 class IndexerRowsAndLengthsDiffer(IndexerParent):
     """Scores and lengths have different numbers of rows, so a row has the length of another."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().lengths(rows, plan).roll(1)
 
 
 @fault(
-    slug="indexer-length-of-the-capture",
-    source="vLLM #51538 (#51593); TensorRT-LLM #16290",
-    modes=INDEX_MODES,
-    executions=_GRAPH,
-    checks=(_FORM, _BEST),
-    hint="of the capture",
+    "vLLM #51538 (#51593); TensorRT-LLM #16290", (_FORM, _BEST), "of the capture", modes=INDEX_MODES, executions="graph"
 )
 class IndexerLengthOfTheCapture(IndexerParent):
     """Lengths are computed by the plan of the capture, and replays use them."""
@@ -204,7 +154,6 @@ class IndexerLengthOfTheCapture(IndexerParent):
         super().__init__(context)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().lengths(rows, plan)
         kept = self.kept.setdefault((len(rows), plan.layer.layer_id), found.clone())
@@ -212,31 +161,22 @@ class IndexerLengthOfTheCapture(IndexerParent):
 
 
 @fault(
-    slug="selection-buffer-of-all-layers",
-    source="general; TensorRT-LLM #16290 (an output that the allocator gives away)",
+    "general; TensorRT-LLM #16290 (an output that the allocator gives away)",
+    "matches-oracle reads-own-kv finite",
     modes=INDEX_MODES,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
     modelled="here the next operation clears the memory, where upstream another subsystem writes it",
 )
 class SelectionBufferOfAllLayers(IndexerParent):
     """The selection lies in scratch memory, which the attention of the same layer clears before it reads it."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return torch.where(torch.arange(selected.shape[1], device=selected.device) < 1, selected, -1)
 
 
-@fault(
-    slug="index-slot-taken-for-page",
-    source="sglang #31218",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    modelled="upstream cached keys are moved; here new keys are stored",
-)
+@fault("sglang #31218", _STORED, modes=INDEX_MODES, modelled="upstream cached keys are moved; here new keys are stored")
 class IndexSlotTakenForPage(IndexerParent):
     """The pool's rows are pages, and a slot is used as the number of a row."""
 
-    @override
     def put(
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
     ) -> None:
@@ -245,34 +185,30 @@ class IndexSlotTakenForPage(IndexerParent):
 
 
 @fault(
-    slug="indexer-key-scale-dropped",
-    source="TensorRT-LLM #18658",
+    "TensorRT-LLM #18658",
+    _BEST,
+    "scales of the keys are left out",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="scales of the keys are left out",
     modelled="upstream the block scale of the key projection is dropped; here the scale of a key",
 )
 class IndexerKeyScaleDropped(IndexerParent):
     """Scores are products of FP8 numbers without their scale."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, scales = super().gathered(slots, layer_id)
         return keys, torch.where(scales.isfinite(), 1.0, scales)
 
 
 @fault(
-    slug="selection-clipped-to-the-keys",
-    source="tilelang #2069",
+    "tilelang #2069",
+    "output-contract",
     modes=INDEX_MODES,
-    checks=("output-contract",),
+    executions="eager",
     modelled="upstream the width is the number of blocks; here that of the longest request of an eager step",
-    executions=("eager",),
 )
 class SelectionClippedToTheKeys(IndexerParent):
     """The result has as many columns as the longest request has keys, where these are fewer than topk."""
 
-    @override
     def select(
         self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
@@ -281,10 +217,9 @@ class SelectionClippedToTheKeys(IndexerParent):
 
 
 @fault(
-    slug="selection-reused-from-the-step-before",
-    source="ik_llama.cpp #2063, #2095 (layers that share a selection)",
+    "ik_llama.cpp #2063, #2095 (layers that share a selection)",
+    "matches-oracle steps-independent finite reads-own-kv replay-follows-batch",
     modes=INDEX_MODES,
-    checks=("matches-oracle", "steps-independent", "finite", "reads-own-kv", "replay-follows-batch"),
     modelled="upstream such layers select by themselves; here they keep their own selection",
 )
 class SelectionReusedFromTheStepBefore(IndexerParent):
@@ -294,7 +229,6 @@ class SelectionReusedFromTheStepBefore(IndexerParent):
         super().__init__(context)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if not plan.layer.reuses_selection:
             return selected
@@ -304,42 +238,28 @@ class SelectionReusedFromTheStepBefore(IndexerParent):
         return old
 
 
-@fault(
-    slug="indexer-gates-without-sign",
-    source="general; ROCm/ATOM #809 (an argument of another layout)",
-    modes=INDEX_MODES,
-    checks=(_BEST,),
-)
+@fault("general; ROCm/ATOM #809 (an argument of another layout)", _BEST, modes=INDEX_MODES)
 class IndexerGatesWithoutSign(IndexerParent):
     """The weights of the heads are taken to be positive, as those of a softmax."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().scored(q, weights.abs(), plan)
 
 
 @fault(
-    slug="indexer-scores-before-the-store",
-    source="general; vllm-ascend #10827 (another number of tokens than were stored)",
+    "general; vllm-ascend #10827 (another number of tokens than were stored)",
+    (_BEST, _FORM),
+    "keys of this step are not selected",
     modes=INDEX_MODES,
-    checks=(_BEST, _FORM),
-    hint="keys of this step are not selected",
 )
 class IndexerScoresBeforeTheStore(IndexerParent):
     """The new tokens are not among the keys that compete."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return plan.prefix_lens[self.request_of_row(rows, plan)].long()
 
 
-@fault(
-    slug="index-scale-not-a-power-of-two",
-    source="general; DeepGEMM's UE8M0 scales",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    hint="powers of two are declared",
-)
+@fault("general; DeepGEMM's UE8M0 scales", _STORED, "powers of two are declared", modes=INDEX_MODES)
 class IndexScaleNotAPowerOfTwo(IndexerParent):
     """Scales are amax / 448, and the scoring kernel reads only their exponent."""
 
@@ -349,11 +269,10 @@ class IndexScaleNotAPowerOfTwo(IndexerParent):
 
 
 @fault(
-    slug="selection-of-the-layer-before",
-    source="general; sglang dsa (skip_topk in a layer with its own index keys)",
+    "general; sglang dsa (skip_topk in a layer with its own index keys)",
+    _BEST,
+    "of the layer before",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="of the layer before",
 )
 class SelectionOfTheLayerBefore(IndexerParent):
     """Queries and index keys are those of the layer before."""
@@ -362,7 +281,6 @@ class SelectionOfTheLayerBefore(IndexerParent):
         super().__init__(context)
         self.of_before: dict[int, torch.Tensor] = {}
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         first = plan.layer.layer_id == self.context.layers[0].layer_id
         if first or len(q_index) not in self.of_before:
@@ -371,64 +289,58 @@ class SelectionOfTheLayerBefore(IndexerParent):
 
 
 @fault(
-    slug="fused-indexer-scores-are-zero",
-    source="ROCm/ATOM #1466; mlx-lm #1454 (in a kernel that attends too)",
+    "ROCm/ATOM #1466; mlx-lm #1454 (in a kernel that attends too)",
+    "matches-oracle",
+    "the first 16 keys are attended",
     modes=INDEX_MODES,
-    checks=("matches-oracle",),
-    hint="the first 16 keys are attended",
 )
 class FusedIndexerScoresAreZero(FusedIndexer):
     """All scores are 0 in a fused kernel, and the first keys are attended."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
         return -torch.arange(scores.shape[1], device=q.device).expand_as(scores).to(scores.dtype)
 
 
 @fault(
-    slug="fused-indexer-stores-after-it-reads",
-    source="general; a fused kernel without a barrier between the store of index keys and their scores",
+    "general; a fused kernel without a barrier between the store of index keys and their scores",
+    "matches-oracle finite",
     modes=INDEX_MODES,
-    checks=("matches-oracle", "finite"),
     modelled="upstream a race; here the store always comes too late",
 )
 class FusedIndexerStoresAfterItReads(FusedIndexer):
     """The keys of the step are stored when the scores are computed, and compete only in the next step."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return plan.prefix_lens[self.request_of_row(rows, plan)].clamp(min=1).long()
 
 
 @fault(
-    slug="index-page-offset-in-32-bits",
-    source="sglang #34725",
+    "sglang #34725",
+    (_BEST, _FORM, "reads-own-kv", "finite"),
+    "beyond 2",
     modes=INDEX_MODES,
-    checks=(_BEST, _FORM, "reads-own-kv", "finite"),
-    hint="beyond 2",
+    slug="index-page-offset-in-32-bits",
     modelled="upstream a negative offset leaves the pool; here it is taken modulo the pool",
 )
 class IndexPageOffsetIn32Bits(IndexerParent):
     """The byte at which a page of index keys begins is a product of 32-bit integers."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         page = _page_in_32_bits(slots // 64, len(self.key_plane(layer_id)))
         return super().gathered(page * 64 + slots % 64, layer_id)
 
 
 @fault(
-    slug="index-store-offset-in-32-bits",
-    source="sglang #34725 (in the kernel that stores)",
+    "sglang #34725 (in the kernel that stores)",
+    _STORED,
     modes=INDEX_MODES,
-    checks=(_STORED,),
+    slug="index-store-offset-in-32-bits",
     modelled="upstream a negative offset leaves the pool; here it is taken modulo the pool",
 )
 class IndexStoreOffsetIn32Bits(IndexerParent):
     """New index keys beyond 2^31 bytes are stored elsewhere."""
 
-    @override
     def put(
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
     ) -> None:
@@ -436,28 +348,25 @@ class IndexStoreOffsetIn32Bits(IndexerParent):
 
 
 @fault(
-    slug="index-address-without-carry",
-    source="general; aiter #3824 (of a KV pool)",
+    "general; aiter #3824 (of a KV pool)",
+    (_BEST, _FORM, "reads-own-kv", "finite"),
     modes=INDEX_MODES,
-    checks=(_BEST, _FORM, "reads-own-kv", "finite"),
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
 class IndexAddressWithoutCarry(IndexerParent):
     """The offset of a page is added to the lower word of the address of a layer's index keys, and the carry is lost."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         page = without_carry(self.key_plane(layer_id), slots // 64)
         return super().gathered(page * 64 + slots % 64, layer_id)
 
 
 @fault(
-    slug="indexer-ties-by-arrival",
-    source="aiter #4376; sglang #31115; ROCm/ATOM #1832",
+    "aiter #4376; sglang #31115; ROCm/ATOM #1832",
+    "repeatable",
+    "order of arrival",
     modes=INDEX_MODES,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="order of arrival",
+    executions="eager",
     modelled="upstream atomics give the order of arrival; here it is another one in each call",
 )
 class IndexerTiesByArrival(IndexerParent):
@@ -467,7 +376,6 @@ class IndexerTiesByArrival(IndexerParent):
         super().__init__(context)
         self.calls = torch.zeros(1, dtype=torch.int64, device=context.device)
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         self.calls += 1
         place = torch.arange(scores.shape[1], device=scores.device)
@@ -479,12 +387,7 @@ class IndexerTiesByArrival(IndexerParent):
         return torch.where(best < lengths[:, None], best, -1)
 
 
-@fault(
-    slug="indexer-keeps-1024-ties",
-    source="sglang #30645",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=(_FORM,),
-)
+@fault("sglang #30645", _FORM, modes="decode extend", slug="indexer-keeps-1024-ties")
 class IndexerKeeps1024Ties(IndexerParent):
     """Top-k keeps at most 1,024 keys that tie at the threshold, and the rest of the row is -1."""
 
@@ -493,7 +396,6 @@ class IndexerKeeps1024Ties(IndexerParent):
     )
     KEPT = 1024
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         found = super().best(scores, lengths, topk)
         there = found >= 0
@@ -503,17 +405,15 @@ class IndexerKeeps1024Ties(IndexerParent):
 
 
 @fault(
-    slug="indexer-table-of-the-context",
-    source="vLLM #46074",
-    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
-    checks=("completes",),
-    hint="must match",
+    "vLLM #46074",
+    "completes",
+    "must match",
+    modes="target-verify draft-extend-v2",
     modelled="upstream one column is missing; here those of the drafts are",
 )
 class IndexerTableOfTheContext(IndexerOfPrefixes):
     """Page tables are repeated for each row in a buffer as wide as the context, and the request table is wider."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         page = self.context.page_size
         table = plan.slot_table[self.request_of_row(q, plan), ::page]
@@ -523,30 +423,27 @@ class IndexerTableOfTheContext(IndexerOfPrefixes):
 
 
 @fault(
-    slug="indexer-scores-end-with-the-context",
-    source="general; rows of scores with context_len columns, where the request table has num_draft_tokens more",
-    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
-    checks=(_BEST, _FORM),
+    "general; rows of scores with context_len columns, where the request table has num_draft_tokens more",
+    (_BEST, _FORM),
+    modes="target-verify draft-extend-v2",
 )
 class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
     """Keys behind the context, which are those of drafts, have no score and are never selected."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().lengths(rows, plan).clamp(max=self.context.max_context_len)
 
 
 @fault(
+    "aiter #4244",
+    _BEST,
+    modes="extend",
     slug="indexer-rows-behind-2-gib",
-    source="aiter #4244",
-    modes=(ForwardMode.EXTEND,),
-    checks=(_BEST,),
     modelled="rows have a float32 for each column of the request table, of which only those of keys are computed here",
 )
 class IndexerRowsBehind2GiB(IndexerParent):
     """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or later are not stored, and are 0."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
         begins = torch.arange(len(scores), device=q.device) * plan.slot_table.shape[1] * scores.element_size()
@@ -554,17 +451,16 @@ class IndexerRowsBehind2GiB(IndexerParent):
 
 
 @fault(
+    "sglang #36807; vLLM #52149 (of 16,384, for more than 32 rows)",
+    _BEST,
+    modes="decode extend",
     slug="indexer-bin-of-4096",
-    source="sglang #36807; vLLM #52149 (of 16,384, for more than 32 rows)",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=(_BEST,),
 )
 class IndexerBinOf4096(IndexerKeeps1024Ties):
     """The bin of the threshold, of 8 bits of a half, keeps its first 4,096 keys; better ones behind them are lost."""
 
     KEPT = 4096
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         place = torch.arange(scores.shape[1], device=scores.device)
         seen = torch.where(place < lengths[:, None], scores, -torch.inf)

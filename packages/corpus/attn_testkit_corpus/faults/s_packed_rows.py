@@ -3,103 +3,66 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
-from attn_testkit.contract import BackendContext, ForwardMode, KernelPlan
+from attn_testkit.contract import BackendContext, KernelPlan
 
 from .catalogue import fault
 from .sparse import PackedRowsParent
 
-_ALL = tuple(ForwardMode)
 
-
-@fault(
-    slug="scale-of-the-next-tile",
-    source="general; flashinfer #5015 (per-tile scales of a packed row)",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="for the tile before its own",
-)
+@fault("general; flashinfer #5015 (per-tile scales of a packed row)", "matches-oracle", "for the tile before its own")
 class ScaleOfTheNextTile(PackedRowsParent):
     """Each tile of 128 numbers is multiplied by the scale of the tile behind it."""
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return scales[slot].roll(-1, -1)
 
 
 @fault(
-    slug="scales-of-the-row-before",
-    source="general; ROCm/ATOM #1466 (scales and numbers that are indexed in different ways)",
-    modes=_ALL,
-    checks=("matches-oracle", "reads-own-kv"),
+    "general; ROCm/ATOM #1466 (scales and numbers that are indexed in different ways)", "matches-oracle reads-own-kv"
 )
 class ScalesOfTheRowBefore(PackedRowsParent):
     """Scales are gathered by column, and numbers by slot: a key gets the scales of the key listed before it."""
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return scales[slot.roll(1, -1)]
 
 
-@fault(
-    slug="one-scale-for-a-row",
-    source="general; kernels of FP8 pools with one scale per row",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="first tile",
-)
+@fault("general; kernels of FP8 pools with one scale per row", "matches-oracle", "first tile")
 class OneScaleForARow(PackedRowsParent):
     """The scale of the first tile serves all tiles of a row."""
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return scales[slot][..., :1].expand(*slot.shape, scales.shape[-1])
 
 
-@fault(
-    slug="scales-rounded-to-a-power-of-two",
-    source="deepseek-ai/FlashMLA #184; vLLM #49435, merged",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="power of two",
-)
+@fault("deepseek-ai/FlashMLA #184; vLLM #49435, merged", "matches-oracle", "power of two")
 class ScalesRoundedToAPowerOfTwo(PackedRowsParent):
     """The kernel converts scales to UE8M0, and they were stored as any float32 number."""
 
     capabilities = PackedRowsParent.capabilities.with_changes(kv_dtypes={"fp8_ds_mla"})
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return torch.exp2(scales[slot].log2().ceil())
 
 
 @fault(
-    slug="rope-read-as-fp8",
-    source="sglang #12645, merged (a rope part that is counted as FP8)",
-    modes=_ALL,
-    checks=("matches-oracle", "finite"),
+    "sglang #12645, merged (a rope part that is counted as FP8)",
+    "matches-oracle finite",
     modelled="upstream the row is then too short; here only the kernel takes its bytes for FP8 numbers",
 )
 class RopeReadAsFP8(PackedRowsParent):
     """The rope part is read as FP8 numbers behind the scales, as the latent part is."""
 
-    @override
     def rope(self, rows: torch.Tensor, first: int) -> torch.Tensor:
         width = (rows.shape[-1] - first) // 2
         return rows[..., first : first + width].view(torch.float8_e4m3fn)
 
 
-@fault(
-    slug="scales-looked-for-at-the-end",
-    source="general; vLLM (rows of DeepSeek V4 have their scales last)",
-    modes=_ALL,
-    checks=("matches-oracle", "finite", "reads-own-kv"),
-)
+@fault("general; vLLM (rows of DeepSeek V4 have their scales last)", "matches-oracle finite reads-own-kv")
 class ScalesLookedForAtTheEnd(PackedRowsParent):
     """The order of another format: numbers, rope, scales."""
 
-    @override
     def split(self, rows: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         numbers, _, _ = super().split(rows, latent)
         scales = rows[..., -latent // 128 * 4 :].contiguous().view(torch.float32)
@@ -107,12 +70,7 @@ class ScalesLookedForAtTheEnd(PackedRowsParent):
         return numbers, scales, rope
 
 
-@fault(
-    slug="scales-stored-once-per-slot",
-    source="general; caches that keep a scale until its page is freed",
-    modes=_ALL,
-    checks=("writes-own-kv", "matches-oracle", "reads-own-kv"),
-)
+@fault("general; caches that keep a scale until its page is freed", "writes-own-kv matches-oracle reads-own-kv")
 class ScalesStoredOncePerSlot(PackedRowsParent):
     """A slot that is written again gets new numbers and keeps its old scales."""
 
@@ -121,7 +79,6 @@ class ScalesStoredOncePerSlot(PackedRowsParent):
         shape = len(context.layers), context.kv_pool.num_slots
         self.stored = torch.zeros(*shape, dtype=torch.bool, device=context.device)
 
-    @override
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         layer, slots = plan.layer, plan.out_cache_loc.long()
         buffer = self.context.kv_pool.get_key_buffer(layer.layer_id)[:, 0]
@@ -134,16 +91,14 @@ class ScalesStoredOncePerSlot(PackedRowsParent):
 
 
 @fault(
+    "general; vLLM (DeepSeek V4 has tiles of 64 numbers, V3.2 of 128)",
+    "writes-own-kv",
     slug="tiles-of-another-width",
-    source="general; vLLM (DeepSeek V4 has tiles of 64 numbers, V3.2 of 128)",
-    modes=_ALL,
-    checks=("writes-own-kv",),
     modelled="upstream tiles of 64 numbers; here only the writer has other tiles than the pool",
 )
 class RowsOfOtherTiles(PackedRowsParent):
     """The writer quantizes halves of a tile, and stores the scale of the first half for both."""
 
-    @override
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         packed = self.packed(plan.layer)
         rows = packed.pack(k)

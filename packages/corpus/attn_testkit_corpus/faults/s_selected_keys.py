@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import BackendContext, ForwardMode, KernelPlan, Sparse
 
@@ -17,28 +16,19 @@ _SEVERAL_ROWS = (
 _NO_HOLES = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
 
 
-@fault(
-    slug="selection-ignored",
-    source="general; sglang (the dense path for lengths up to topk)",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="all keys the row may see",
-)
+@fault("general; sglang (the dense path for lengths up to topk)", "matches-oracle", "all keys the row may see")
 class SelectionIgnored(SparseParent):
     """The dense path runs for every length, as if it were at most topk."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         key = torch.arange(self.context.max_context_len, device=selected.device)
         return torch.where(key < self.keys_seen(selected, plan)[:, None], key, -1)
 
 
 @fault(
-    slug="selection-of-first-layer",
-    source="general; layers that share a selection (sglang dsa, skip_topk)",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="of the first layer|of the layer before",
+    "general; layers that share a selection (sglang dsa, skip_topk)",
+    "matches-oracle",
+    "of the first layer|of the layer before",
 )
 class SelectionOfFirstLayer(SparseParent):
     """The indices of the first layer serve all layers."""
@@ -47,7 +37,6 @@ class SelectionOfFirstLayer(SparseParent):
         super().__init__(context)
         self.of_first: dict[int, torch.Tensor] = {}
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if plan.layer.layer_id == self.context.layers[0].layer_id:
             self.of_first[len(selected)] = selected
@@ -55,57 +44,45 @@ class SelectionOfFirstLayer(SparseParent):
 
 
 @fault(
-    slug="one-selection-per-request",
-    source="general; vLLM (decode kernels with next_n rows)",
+    "general; vLLM (decode kernels with next_n rows)",
+    "matches-oracle",
+    "of its first row|of the row before it in its request",
     modes=_SEVERAL_ROWS,
-    checks=("matches-oracle",),
-    hint="of its first row|of the row before it in its request",
 )
 class OneSelectionPerRequest(SparseParent):
     """All rows of a request attend to the keys of its first row."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         first = plan.cu_seqlens_q[self.request_of_row(selected, plan)].long()
         return selected[first.clamp(max=len(selected) - 1)]
 
 
 @fault(
-    slug="selection-of-the-row-before",
-    source="sglang #32762",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "sglang #32762",
+    "matches-oracle",
     modelled="upstream rows are padded before the indexer and not after it, so that later rows are shifted",
 )
 class SelectionOfTheRowBefore(SparseParent):
     """Rows and selections are counted from different starts, and each row gets the selection of the row before it."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         shifted = selected.roll(1, 0)
         # A key that the row may not see is dropped, as the causal mask of the kernel does.
         return torch.where(shifted < self.keys_seen(selected, plan)[:, None], shifted, -1)
 
 
-@fault(
-    slug="positions-taken-for-slots",
-    source="general; sglang (PAGED and RAGGED top-k)",
-    modes=_ALL,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-)
+@fault("general; sglang (PAGED and RAGGED top-k)", "reads-own-kv matches-oracle finite")
 class PositionsTakenForSlots(SparseParent):
     """The page table is left out: an index is used as a slot."""
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.clamp(min=0).long()
 
 
 @fault(
-    slug="slots-taken-for-positions",
-    source="general; sglang (PAGED and RAGGED top-k), zml #808",
-    modes=tuple(set(_ALL) - {ForwardMode.DRAFT_DECODE}),
-    checks=("matches-oracle", "finite", "reads-own-kv"),
+    "general; sglang (PAGED and RAGGED top-k), zml #808",
+    "matches-oracle finite reads-own-kv",
+    modes="decode target-verify draft-extend draft-extend-v2 extend",
 )
 class SlotsTakenForPositions(SparseParent):
     """The page table is read again: an index that is a slot is used as a position, and dropped behind the length."""
@@ -116,25 +93,20 @@ class SlotsTakenForPositions(SparseParent):
         sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots"),
     )
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return (selected >= 0) & (selected < plan.kv_lens[self.request_of_row(selected, plan)][:, None])
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().slots(selected.clamp(max=plan.slot_table.shape[1] - 1), plan)
 
 
 @fault(
-    slug="lengths-not-clipped-to-top-k",
-    source="general; sglang (dsa_cache_seqlens_int32, which is min(keys, top-k)), sglang #31128",
-    modes=_ALL,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
+    "general; sglang (dsa_cache_seqlens_int32, which is min(keys, top-k)), sglang #31128",
+    "matches-oracle reads-own-kv finite",
 )
 class LengthsNotClippedToTopK(SparseParent):
     """A row walks as many indices as it may see keys, so those of the next rows are attended too."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         step = torch.arange(self.context.max_context_len, device=selected.device)
         at = torch.arange(len(selected), device=selected.device)[:, None] * selected.shape[1] + step
@@ -143,10 +115,8 @@ class LengthsNotClippedToTopK(SparseParent):
 
 
 @fault(
-    slug="count-of-keys-from-lengths",
-    source="flashinfer #5095 (#5075)",
-    modes=_ALL,
-    checks=("matches-oracle", "finite", "reads-own-kv"),
+    "flashinfer #5095 (#5075)",
+    "matches-oracle finite reads-own-kv",
     modelled="upstream lanes behind topk_length hold what lies there; here -1 is taken for the first key",
 )
 class CountOfKeysFromLengths(SparseParent):
@@ -154,66 +124,40 @@ class CountOfKeysFromLengths(SparseParent):
 
     capabilities = _NO_HOLES
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         column = torch.arange(selected.shape[1], device=selected.device)
         return column < plan.kv_lens[self.request_of_row(selected, plan)][:, None]
 
 
-@fault(
-    slug="first-hole-ends-the-row",
-    source="general; vLLM #51538",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="after its first -1",
-)
+@fault("general; vLLM #51538", "matches-oracle", "after its first -1")
 class FirstHoleEndsTheRow(SparseParent):
     """The loop over a row's keys stops at the first -1, and the backend declares holes."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return (selected < 0).cumsum(1) == 0
 
 
-@fault(
-    slug="sorted-selection-assumed",
-    source="general; DeepGEMM's and FlashInfer's top-k are not sorted",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="largest index",
-)
+@fault("general; DeepGEMM's and FlashInfer's top-k are not sorted", "matches-oracle", "largest index")
 class SortedSelectionAssumed(SparseParent):
     """The loop stops behind the largest index, as if indices were ascending."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         largest = selected.argmax(1, keepdim=True)
         return (selected >= 0) & (torch.arange(selected.shape[1], device=selected.device) <= largest)
 
 
 @fault(
-    slug="last-tile-of-selection-lost",
-    source="flashinfer #5095",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    modelled="upstream a tile has 64 lanes, here 48",
-    hint="only the first 48 of 64",
+    "flashinfer #5095", "matches-oracle", "only the first 48 of 64", modelled="upstream a tile has 64 lanes, here 48"
 )
 class LastTileOfSelectionLost(SparseParent):
     """The number of tiles is rounded down, so what is behind the last whole tile is not attended."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         whole = selected.shape[1] // 48 * 48 or selected.shape[1]
         return (selected >= 0) & (torch.arange(selected.shape[1], device=selected.device) < whole)
 
 
-@fault(
-    slug="stale-indices-behind-the-count",
-    source="tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2",
-    modes=_ALL,
-    checks=("matches-oracle", "finite", "steps-independent", "reads-own-kv"),
-)
+@fault("tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2", "matches-oracle finite steps-independent reads-own-kv")
 class StaleIndicesBehindTheCount(SparseParent):
     """A buffer of indices is made once; a row overwrites as many as it has, and attends what was there behind them."""
 
@@ -222,7 +166,6 @@ class StaleIndicesBehindTheCount(SparseParent):
         rows = max(context.max_num_tokens, 1) * 4
         self.buffer = torch.full((rows, context.layers[0].topk), -1, dtype=torch.int32, device=context.device)
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if len(selected) > len(self.buffer):
             return selected
@@ -231,17 +174,10 @@ class StaleIndicesBehindTheCount(SparseParent):
         return mine
 
 
-@fault(
-    slug="unselected-keys-multiplied-by-zero",
-    source="general; block kernels that load a page and mask it",
-    modes=_ALL,
-    checks=("reads-own-kv",),
-    hint="keys that no row selects",
-)
+@fault("general; block kernels that load a page and mask it", "reads-own-kv", "keys that no row selects")
 class UnselectedKeysMultipliedByZero(SparseParent):
     """Every key of the request is loaded, and those that are not selected get the weight 0."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out = super().run(q, kv, plan)
@@ -252,16 +188,11 @@ class UnselectedKeysMultipliedByZero(SparseParent):
 
 
 @fault(
-    slug="minus-one-clamped-to-slot-zero",
-    source="vLLM #51538; sglang (a kernel that is given slot 0 in place of -1)",
-    modes=_ALL,
-    checks=("reads-own-kv",),
-    hint="with zeros instead of NaN",
+    "vLLM #51538; sglang (a kernel that is given slot 0 in place of -1)", "reads-own-kv", "with zeros instead of NaN"
 )
 class MinusOneClampedToSlotZero(SparseParent):
     """An index of -1 reads slot 0 and multiplies its value by a weight of 0, and slot 0 holds NaN."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out = super().run(q, kv, plan)
@@ -270,16 +201,10 @@ class MinusOneClampedToSlotZero(SparseParent):
         return torch.where(holes > 0, out + 0.0 * slot_zero, out)
 
 
-@fault(
-    slug="nan-for-a-row-without-keys",
-    source="sglang (a kernel that gives NaN where all indices are -1)",
-    modes=_ALL,
-    checks=("finite",),
-)
+@fault("sglang (a kernel that gives NaN where all indices are -1)", "finite")
 class NanForARowWithoutKeys(SparseParent):
     """The weights of a row are divided by their sum, which is 0 for a row that selects no key."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out = super().run(q, kv, plan)
@@ -287,13 +212,11 @@ class NanForARowWithoutKeys(SparseParent):
 
 
 @fault(
-    slug="selection-of-the-capture",
-    source="TensorRT-LLM #16290",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("replay-follows-batch", "buckets-independent"),
+    "TensorRT-LLM #16290",
+    "replay-follows-batch buckets-independent",
+    "capture",
+    executions="graph",
     modelled="upstream the indexer's output is allocated again in a graph; here the plan keeps that of the capture",
-    hint="capture",
 )
 class SelectionOfTheCapture(SparseParent):
     """Replays attend to the keys that were selected while the graph was captured."""
@@ -302,7 +225,6 @@ class SelectionOfTheCapture(SparseParent):
         super().__init__(context)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         kept = self.kept.setdefault((len(selected), plan.layer.layer_id), selected.clone())
         if torch.cuda.is_current_stream_capturing():
@@ -311,11 +233,10 @@ class SelectionOfTheCapture(SparseParent):
 
 
 @fault(
-    slug="union-with-a-padded-row",
-    source="sglang 0.5.23 (sparse_mla_prefill, union=2), run with stale indices in padded rows",
-    modes=tuple(set(_ALL) - {ForwardMode.DRAFT_DECODE}),
-    executions=("graph",),
-    checks=("padding-inert", "buckets-independent"),
+    "sglang 0.5.23 (sparse_mla_prefill, union=2), run with stale indices in padded rows",
+    "padding-inert buckets-independent",
+    modes="decode target-verify draft-extend draft-extend-v2 extend",
+    executions="graph",
     modelled="upstream the caller has to write -1 into padded rows; here the backend declares that it need not",
 )
 class UnionWithAPaddedRow(UnionOfRows):

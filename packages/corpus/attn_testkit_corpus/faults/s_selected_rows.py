@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from attn_testkit.contract import ForwardMode, KernelPlan, Sparse
 
 from .catalogue import fault
 from .sparse import GroupedSparse, SparseParent, SparseWithSums
 
-_ALL = tuple(ForwardMode)
 _WITH_PADDING = tuple(set(ForwardMode) - {ForwardMode.DRAFT_DECODE})
 _SEVERAL_ROWS = (
     ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND,
@@ -18,59 +16,46 @@ _SEVERAL_ROWS = (
 
 
 @fault(
-    slug="selections-aligned-with-the-last-rows",
-    source="sglang #33059",
+    "sglang #33059",
+    "reads-own-kv matches-oracle finite",
     modes=_WITH_PADDING,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
     modelled="upstream lengths and scores are counted from different rows; here selections are, in padded batches only",
 )
 class SelectionsAlignedWithTheLastRows(SparseWithSums):
     """Fewer selections than rows of q: the missing ones are added in front, so each row has that of an earlier row."""
 
-    @override
     def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
         return torch.nn.functional.pad(selected, (0, 0, rows - len(selected), 0), value=-1)
 
 
 @fault(
-    slug="selections-assumed-for-all-rows",
-    source="general; sglang (_pad_topk_indices, and kernels whose grid is that of q)",
+    "general; sglang (_pad_topk_indices, and kernels whose grid is that of q)",
+    "completes finite matches-oracle",
     modes=_WITH_PADDING,
-    checks=("completes", "finite", "matches-oracle"),
 )
 class SelectionsAssumedForAllRows(SparseWithSums):
     """The backend assumes a selection for each row of q, and declares that there may be fewer."""
 
-    @override
     def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
         return selected
 
 
-@fault(
-    slug="lse-of-a-row-without-keys-is-plus-inf",
-    source="vLLM #54541; FlashMLA (log-sum-exps of rows without a valid index)",
-    modes=_WITH_PADDING,
-    checks=("log-sum-exp",),
-)
+@fault("vLLM #54541; FlashMLA (log-sum-exps of rows without a valid index)", "log-sum-exp", modes=_WITH_PADDING)
 class LseOfARowWithoutKeysIsPlusInf(SparseWithSums):
     """A row that selects no key returns +inf, and a merge gives it all the weight."""
 
-    @override
     def lse_without_keys(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.abs().where(lse == -torch.inf, lse)
 
 
 @fault(
-    slug="top-k-of-one-is-dense",
-    source="MoBA #26",
-    modes=_ALL,
-    checks=("matches-oracle", "finite", "reads-own-kv"),
+    "MoBA #26",
+    "matches-oracle finite reads-own-kv",
     modelled="upstream a row attends its whole sequence, not its own block, where one block is selected",
 )
 class TopKOfOneIsDense(SparseParent):
     """Offsets of the sequence replace those of the selection if one key is selected."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if selected.shape[1] > 1:
             return selected
@@ -78,16 +63,10 @@ class TopKOfOneIsDense(SparseParent):
         return torch.where(key < self.keys_seen(selected, plan)[:, None], key, -1)
 
 
-@fault(
-    slug="batch-offset-added-twice",
-    source="surogate #110",
-    modes=_SEVERAL_ROWS,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-)
+@fault("surogate #110", "reads-own-kv matches-oracle finite", modes=_SEVERAL_ROWS)
 class BatchOffsetAddedTwice(SparseParent):
     """The first row of a request is in the offset of its selection already, and is added again."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         row = torch.arange(len(selected), device=selected.device)
         first = plan.cu_seqlens_q[self.request_of_row(selected, plan)].long()
@@ -95,18 +74,13 @@ class BatchOffsetAddedTwice(SparseParent):
 
 
 @fault(
-    slug="count-of-keys-of-the-pair",
-    source="FastVideo #1719",
-    modes=_ALL,
-    checks=("matches-oracle", "finite"),
-    modelled="upstream blocks of queries and of keys; here rows and keys",
+    "FastVideo #1719", "matches-oracle finite", modelled="upstream blocks of queries and of keys; here rows and keys"
 )
 class CountOfKeysOfThePair(SparseParent):
     """The count of keys is read once for two adjacent rows: it is that of the even one."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         row = torch.arange(len(selected), device=selected.device)
         count = (selected >= 0).sum(1)[row // 2 * 2]
@@ -114,10 +88,8 @@ class CountOfKeysOfThePair(SparseParent):
 
 
 @fault(
-    slug="count-of-keys-from-running-sums",
-    source="ATOM #649",
-    modes=_ALL,
-    checks=("matches-oracle", "finite"),
+    "ATOM #649",
+    "matches-oracle finite",
     modelled="upstream a draft's metadata; the sums are those of min(keys, topk) here too",
 )
 class CountOfKeysFromRunningSums(SparseParent):
@@ -125,22 +97,15 @@ class CountOfKeysFromRunningSums(SparseParent):
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         ends = (selected >= 0).sum(1).cumsum(0)
         return torch.arange(selected.shape[1], device=selected.device) < ends[:, None]
 
 
-@fault(
-    slug="nan-where-the-first-tile-has-no-key",
-    source="Primus-Turbo #417",
-    modes=_ALL,
-    checks=("finite",),
-)
+@fault("Primus-Turbo #417", "finite")
 class NanWhereTheFirstTileHasNoKey(SparseParent):
     """The maximum of the first two columns is kept as a bound: exp(logit - -inf) if both are -1."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out, some = super().run(q, kv, plan), (plan.selected >= 0).any(1)
@@ -149,20 +114,16 @@ class NanWhereTheFirstTileHasNoKey(SparseParent):
 
 
 @fault(
-    slug="lanes-behind-the-keys-score-zero",
-    source="flashinfer #5090",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "flashinfer #5090",
+    "matches-oracle",
     modelled="upstream the lanes of the last block of 64; here those of the last 16 columns",
 )
 class LanesBehindTheKeysScoreZero(SparseParent):
     """Lanes of the last tile that have no key are read as zeros and not masked: their weight is exp(0)."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected >= 0
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         there = plan.selected >= 0
@@ -176,46 +137,37 @@ class LanesBehindTheKeysScoreZero(SparseParent):
 
 
 @fault(
-    slug="selected-keys-of-the-wrong-kv-head",
-    source="FlagGems #3759",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "FlagGems #3759",
+    "matches-oracle",
     modelled="upstream program ids; here the group of a query head is its remainder and not its quotient",
 )
 class SelectedKeysOfTheWrongKvHead(GroupedSparse):
     """Program ids are split by the wrong factor: right with one KV head, which sparse MLA has."""
 
-    @override
     def kv_head_of(self, heads: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return heads % plan.layer.tp_k_head_num
 
 
 @fault(
-    slug="query-head-taken-for-kv-head",
-    source="LMCache #3092",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "LMCache #3092",
+    "matches-oracle",
     modelled="upstream heads behind the last KV head read other memory; here they read the last one",
 )
 class QueryHeadTakenForKvHead(GroupedSparse):
     """A query head reads the KV head of its own number."""
 
-    @override
     def kv_head_of(self, heads: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return heads.clamp(max=plan.layer.tp_k_head_num - 1)
 
 
 @fault(
-    slug="heads-from-the-eighth-on-are-not-stored",
-    source="b12x #24",
-    modes=_ALL,
-    checks=("output-written", "matches-oracle", "finite"),
+    "b12x #24",
+    "output-written matches-oracle finite",
     modelled="upstream partial results of graphs; here the output of graphs and of eager steps",
 )
 class HeadsFromTheEighthOnAreNotStored(GroupedSparse):
     """The epilogue writes eight heads of a group, and the others keep what the buffer held."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         found = super().run(q, kv, plan)
         out, place = torch.empty_like(found), torch.arange(found.shape[1], device=q.device) % plan.layer.q_per_kv
@@ -224,12 +176,10 @@ class HeadsFromTheEighthOnAreNotStored(GroupedSparse):
 
 
 @fault(
-    slug="half-of-a-wide-selection",
-    source="vLLM #42072; general (kernels whose tile is as wide as the selection once was)",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "vLLM #42072; general (kernels whose tile is as wide as the selection once was)",
+    "matches-oracle",
+    "only the first 1024 of 2048",
     modelled="upstream another width is refused or slow; here what is behind 1,024 columns is not attended",
-    hint="only the first 1024 of 2048",
 )
 class HalfOfAWideSelection(SparseParent):
     """One tile has 1,024 columns, and a selection of 2,048 has two."""
@@ -238,6 +188,5 @@ class HalfOfAWideSelection(SparseParent):
         families={"mqa"}, gqa_ratios={4}, head_dims={64}, sparse=Sparse(topk={2048})
     )
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return (selected >= 0) & (torch.arange(selected.shape[1], device=selected.device) < 1024)

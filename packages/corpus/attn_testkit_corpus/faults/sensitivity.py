@@ -24,8 +24,6 @@ from attn_testkit.families.expected import Expected, expect
 from attn_testkit.steps.data import DTYPES, StepData, make_layers
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
-__all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
-
 LENGTHS = (64, 512, 4096)
 KINDS = ("key", "any", "row", "head")
 _WORDS = {

@@ -20,18 +20,6 @@ from attn_testkit.contract import (
 )
 from attn_testkit.contract.row_format import in_tiles
 
-__all__ = [
-    "GroupedSparse",
-    "PackedRowsParent",
-    "SparseBlocks",
-    "SparseOfVLLM",
-    "SparseOfWidePages",
-    "SparseParent",
-    "SparseWithSums",
-    "UnionOfRows",
-]
-
-
 _ALL = frozenset(ForwardMode)
 _TILE = 128
 

@@ -12,8 +12,6 @@ from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendConte
 from .multi_step import MultiStepBackend
 from .parent import PlannedBackend
 
-__all__ = ["SpeculativeBackend"]
-
 _MODES = {ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND}
 
 

@@ -16,8 +16,6 @@ from attn_testkit.contract import (
     StateLayer,
 )
 
-__all__ = ["StateParent"]
-
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 
 

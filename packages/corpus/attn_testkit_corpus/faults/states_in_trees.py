@@ -11,8 +11,6 @@ from attn_testkit.contract import ForwardBatch, ForwardMode, VerifyInput
 
 from .states import StateParent
 
-__all__ = ["TreesParent"]
-
 _VERIFY = frozenset({ForwardMode.TARGET_VERIFY})
 
 

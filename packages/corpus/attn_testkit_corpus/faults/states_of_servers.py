@@ -11,8 +11,6 @@ from attn_testkit.contract import ForwardBatch, ForwardMode, StateInput, StateLa
 
 from .states import StateParent
 
-__all__ = ["SlotsParent", "SnapshotsParent", "SourcesParent"]
-
 
 class SlotsParent(StateParent):
     """A right backend with a slot for each node of a draft, and no commit. Prompts and decodes have the first slot."""

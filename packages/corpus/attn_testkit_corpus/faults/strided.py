@@ -10,8 +10,6 @@ from attn_testkit.contract import KV_LAYOUTS, AttentionLayer
 from .parent import Metadata, PlannedBackend
 from .pool_reads import read_at
 
-__all__ = ["LEAN", "StridedBackend", "Views"]
-
 LEAN = PlannedBackend.capabilities.with_changes(
     families={"gqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False
 )

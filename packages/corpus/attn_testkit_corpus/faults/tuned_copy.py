@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["tuned_copy"]
-
 _CONFIGS = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 256})]
 
 

@@ -15,8 +15,6 @@ from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, KVS
 
 from .dense import DenseBackend
 
-__all__ = ["MODES", "NATURAL", "SplitKVBackend"]
-
 MODES = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 NATURAL = LogSumExp(base="e", whole=MODES, prefix=MODES, pages=MODES, tokens=MODES, merges=True)
 

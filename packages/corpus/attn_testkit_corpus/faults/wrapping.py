@@ -19,8 +19,6 @@ from attn_testkit.contract import (
 from .dense import DenseBackend
 from .parent import PlannedBackend
 
-__all__ = ["HybridBackend", "WrapperBackend"]
-
 
 class HybridBackend(AttentionBackend):
     """Healthy parent: a ``PlannedBackend`` for each layer, as a server wraps the backends of a hybrid model."""

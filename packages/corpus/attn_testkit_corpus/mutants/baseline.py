@@ -21,8 +21,6 @@ from attn_testkit.running.planning.request import Item, Options, Plan
 from .journal import Journal, Run
 from .order import name_of
 
-__all__ = ["MEMORY", "read_sources", "run_baseline"]
-
 MEMORY = 8 << 30
 """Bytes that a worker may take beyond what it has at its start: a mutant may ask for any number."""
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .operators import Mutant
 
-__all__ = ["read_equivalents"]
-
 
 def read_equivalents(file: Path, mutants: Sequence[Mutant], skipped: Callable[[str], bool]) -> dict[str, str]:
     """Id of a mutant -> the reason why it is equivalent.

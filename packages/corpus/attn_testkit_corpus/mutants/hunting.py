@@ -35,8 +35,6 @@ from .settings import Hunt, See, Settings
 from .specials import ALL, UNSEEN, is_capability
 from .stages import Stage, stages_of
 
-__all__ = ["hunt"]
-
 _FIRST_TRY = 12
 """Case-runs of a mutant before the next mutant's turn: they kill nearly all mutants that can be killed."""
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 30.0, 10.0

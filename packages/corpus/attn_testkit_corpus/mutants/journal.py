@@ -12,8 +12,6 @@ from attn_testkit.reports.record import cannot_write
 
 from .reach import Lines
 
-__all__ = ["CAPABILITIES", "KILLED", "KIT", "OPEN", "SURVIVED", "TIMED_OUT", "UNREACHED", "Journal", "Run", "Verdict"]
-
 KILLED, TIMED_OUT, SURVIVED, UNREACHED = "killed", "timed out", "survived", "not reached"
 CAPABILITIES, KIT, OPEN = "other capabilities", "the kit failed", "not settled"
 

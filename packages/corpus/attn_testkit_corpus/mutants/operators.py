@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["OPERATORS", "Code", "Edit", "Mutant", "Operator", "mutants_of", "read_mutants"]
-
 
 class Edit(NamedTuple):
     """Replacement of bytes ``start:end`` of a file by ``text``."""

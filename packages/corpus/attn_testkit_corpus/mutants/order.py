@@ -10,8 +10,6 @@ from attn_testkit.running.planning.request import Item
 
 from .operators import Mutant
 
-__all__ = ["Order", "name_of"]
-
 _ELSEWHERE = 1 / 8
 """Weight of a mutant of another function; one of the same function counts 1."""
 _KILLS_BEFORE, _TRIES_BEFORE = 0.1, 0.5

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from .operators import Code, Edit
 
-__all__ = ["Lines", "Spot", "reaches", "spot_of"]
-
 Lines = Mapping[str, frozenset[int]]
 """Module -> line numbers that ran."""
 

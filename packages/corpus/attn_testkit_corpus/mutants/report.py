@@ -10,8 +10,6 @@ from .operators import Mutant
 from .settings import Hunt
 from .suspects import suspicion
 
-__all__ = ["counts", "exit_code", "hunt_text", "plain", "score"]
-
 EQUIVALENT = "equivalent"
 _NEVER = "no case-run that was tried executes this line"
 _RAISED = ("completes", "import", "output-contract")

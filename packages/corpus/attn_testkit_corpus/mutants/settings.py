@@ -9,8 +9,6 @@ from pathlib import Path
 from .journal import Verdict
 from .operators import Mutant
 
-__all__ = ["Hunt", "See", "Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -11,8 +11,6 @@ from itertools import pairwise
 
 from .operators import OPERATORS, Code, Edit, Operator
 
-__all__ = ["ALL", "SPECIALS", "UNSEEN", "is_capability"]
-
 UNSEEN = frozenset({"num_warps", "num_stages", "non_blocking", "daemon", "maxsize", "repr", "strict"})
 """Keyword arguments that change how fast something is, or nothing that an output or a KV slot could show."""
 

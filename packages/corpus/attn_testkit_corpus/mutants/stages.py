@@ -17,8 +17,6 @@ from attn_testkit.running.planning.request import Item, Plan, Request
 from .order import name_of
 from .settings import Settings
 
-__all__ = ["Stage", "most_valuable", "stages_of"]
-
 
 @dataclass(frozen=True)
 class Stage:

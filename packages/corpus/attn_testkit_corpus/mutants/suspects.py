@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from .operators import Mutant
 
-__all__ = ["suspicion"]
-
 _MAKES_A_TENSOR = re.compile(r"\b(zeros|ones|empty|full|arange)\(|\bnew_(zeros|empty|full)\(|_BYTES\b|workspace", re.I)
 
 

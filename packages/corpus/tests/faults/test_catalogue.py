@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 from attn_testkit.checks import CHECKS
-from attn_testkit.contract import AttentionBackend, ForwardMode
+from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
 from attn_testkit_corpus.audit.show import audit_page
 from attn_testkit_corpus.audit.verdicts import Audit, FaultVerdict, Settings
-from attn_testkit_corpus.faults import all_controls, all_faults
-from attn_testkit_corpus.faults.catalogue import CLASSES, CorpusEntry, bug, control, fault
+from attn_testkit_corpus.faults import all_controls, all_faults, catalogue
+from attn_testkit_corpus.faults.catalogue import CLASSES, CorpusEntry, bug, control, fault, helper
 from attn_testkit_corpus.faults.parent import PlannedBackend
 
 ROOT = Path(__file__).resolve().parents[4]
+Register = Callable[[type[AttentionBackend]], type[AttentionBackend]]
 NOT_OF_THE_BODY = {"__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__",
                    "_abc_impl", "capabilities"}  # fmt: skip
 """What a class that changes nothing but its capabilities holds."""
@@ -86,7 +89,7 @@ def test_a_docstring_of_a_parent_is_no_mechanism_and_no_reason() -> None:
 def broken(**changes: object) -> type[AttentionBackend]:
     """A class as a module of class A would define it."""
     body = {"__module__": "attn_testkit_corpus.faults.a_query_offsets", "__doc__": "It is wrong."}
-    return type("Broken", (PlannedBackend,), {**body, **changes})
+    return type(str(changes.get("__qualname__", "Broken")), (PlannedBackend,), {**body, **changes})
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,52 @@ def test_an_entry_that_cannot_be_audited_is_refused(
     }
     with pytest.raises(ValueError, match=message):
         fault(**{**entry, **changes})(backend)  # type: ignore[arg-type]
+
+
+def renamed(self: PlannedBackend) -> None:
+    """A hook that no parent has."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [lambda body: body, property, cached_property, staticmethod, classmethod],
+    ids=["plain", "property", "cached", "static", "class"],
+)
+@pytest.mark.parametrize(
+    "register",
+    [fault("general", "finite"), control(), bug("a #1", "extend-mha2-d64-bf16-p16-k9-n3a3-shuffled-gauss-b1prod")],
+    ids=["fault", "control", "bug"],
+)
+def test_a_method_that_overrides_nothing_is_refused_at_import_unless_it_is_marked_as_new(
+    register: Register, kind: Callable[[object], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "_HELPERS", set())
+    monkeypatch.setattr(catalogue, "_CORPUS", {})
+    monkeypatch.setattr(
+        importlib.import_module("attn_testkit_corpus.faults.a_query_offsets"), "BrokenWithoutBug", None, False
+    )
+    with pytest.raises(ValueError, match="no parent has plan_of_splits: correct the name"):
+        register(broken(plan_of_splits=kind(renamed)))
+    register(broken(plan_splits=kind(renamed)))
+    helper(renamed)
+    register(broken(plan_of_splits=kind(renamed)))
+
+
+def test_the_class_names_an_entry_and_runs_it_everywhere_unless_it_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus: dict[str, CorpusEntry] = {}
+    monkeypatch.setattr(catalogue, "_CORPUS", corpus)
+    fault("general", "finite matches-oracle")(broken(__qualname__="KeepsFP8OfTheCapture"))
+    (plain,) = corpus.values()
+    assert (plain.slug, plain.checks) == ("keeps-fp8-of-the-capture", ("finite", "matches-oracle"))
+    assert (plain.modes, plain.executions) == (tuple(ForwardMode), tuple(Execution))
+    fault("general", "finite", "a hint", modes="decode extend", executions="graph", slug="other")(broken())
+    control("another")(broken())
+    control()(broken(__qualname__="SlopesByRank"))
+    assert [*corpus][1:] == ["other", "another", "slopes-by-rank"]
+    other = corpus["other"]
+    assert (other.modes, other.executions) == ((ForwardMode.DECODE, ForwardMode.EXTEND), (Execution.GRAPH,))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from bugs_fourteenth_formats import PackedKV
 
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 from attn_testkit_corpus.faults.dense import DenseBackend
 from attn_testkit_corpus.faults.row_formats import RowFormatsBackend
 
@@ -23,6 +23,7 @@ class ScalesByStridesOfNumbers(PackedKV):
         pairs = zip(pool.get_kv_pages(layer.layer_id), pool.get_scale_pages(layer.layer_id), strict=True)
         return tuple(self.by_strides(numbers, scales) for numbers, scales in pairs)
 
+    @helper
     def by_strides(self, numbers, scales):
         index = sum(
             torch.arange(size, device=scales.device).view(-1, *[1] * (3 - axis)) * step
@@ -74,11 +75,7 @@ class ScalesOfConstructor(RowFormatsBackend):
         super().write_kv(replace(layer, k_head_scales=k_scales, v_head_scales=v_scales), k, v, meta)
 
 
-@bug(
-    "aiter #4195",
-    "decode-gqa2x2-d64-bf16-p16-k0.1.16-interleaved-gauss-kvfp8pertokenhead-b3prod",
-    "writes-own-kv",
-)
+@bug("aiter #4195", "decode-gqa2x2-d64-bf16-p16-k0.1.16-interleaved-gauss-kvfp8pertokenhead-b3prod", "writes-own-kv")
 class ScaleOfZeros(PackedKV):
     """The scale of a row of zeros is 0, and zeros are divided by it."""
 

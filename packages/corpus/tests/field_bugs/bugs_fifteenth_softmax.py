@@ -124,9 +124,10 @@ class WritesWholeBuffer(OwnSlots):
 
 
 @bug(
-    "vllm-xpu-kernels #459", "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool",
+    "vllm-xpu-kernels #459",
+    "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool",
     "reads-own-kv",
-)  # fmt: skip
+)
 class SurfaceOf24Bits(Tiled):
     """Rows of K and V wrap around at 2^24."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fifth_parents_triton import Packed
 
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
 @bug("vllm #57614", "decode-gqa2x2-d64-fp16-p32-k7x2-reversed-gauss-w11-sink-b2prod", execution="graph")
@@ -44,6 +44,7 @@ class HeadTilesCross(Packed):
 
     capabilities = replace(Packed.capabilities, gqa_ratios={2, 8, 20, 24})
 
+    @helper
     def tiles(self, layer):
         return -(-layer.q_per_kv // 16) if layer.q_per_kv > 16 else 0
 

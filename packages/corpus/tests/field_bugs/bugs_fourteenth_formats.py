@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from plain_backends import Tiled, declared
 
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 FP4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -102,6 +102,7 @@ class StridesOfShape(WritesScalesElsewhere):
     def scale_planes(self, layer):
         return tuple(self.by_shape(side) for side in self.pool_of(layer).get_kv_pages(layer.layer_id))
 
+    @helper
     def by_shape(self, side):
         _, size, heads, width = side.shape
         rows = side.as_strided(side.shape, (size * heads * width, heads * width, width, 1), side.storage_offset())
@@ -196,6 +197,7 @@ class RangeOfMaskedLanes(PackedKV):
             self.put(side["numbers"], page, place, (rows / scales).round().clamp(-127, 127))
             self.put(side["scales"], page, place, scales)
 
+    @helper
     def widened(self, rows):
         count, heads, width = rows.shape
         whole = 1 << (width - 1).bit_length()

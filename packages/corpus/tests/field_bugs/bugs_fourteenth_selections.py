@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from attn_testkit.contract import Sparse
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 from attn_testkit_corpus.faults.sparse import SparseBlocks, SparseOfWidePages, SparseParent
 
 NOTHING = -(1 << 30)
@@ -30,6 +30,7 @@ class FlatNumbers(SparseOfWidePages):
     def run(self, q, kv, plan):
         return super().run(q, tuple(self.flat(side) for side in kv), plan)
 
+    @helper
     def flat(self, side):
         pages, size, heads, width = side.shape
         there = side.untyped_storage().nbytes() // side.dtype.itemsize - side.storage_offset()

@@ -133,9 +133,7 @@ class FlatTokenStride(Latent):
 
 
 @bug(
-    "tokenspeed #522",
-    "decode-gqa2x2-d128-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool",
-    "reads-own-kv",
+    "tokenspeed #522", "decode-gqa2x2-d128-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool", "reads-own-kv"
 )
 class NarrowOffset(Known):
     """Page * page stride overflows; scaled to 256 pages."""

@@ -64,11 +64,7 @@ class PageOfOnePackedAsTwo(Tiled):
         return (table[:, index // size] * size + index % size).clamp(max=self.context.kv_pool.num_slots - 1)
 
 
-@bug(
-    "vLLM #47056, vLLM #49012",
-    "decode-gqa2x2-d64-bf16-p16-k33.24.3-shuffled-gauss-kvhnd-b4prod",
-    "writes-own-kv",
-)
+@bug("vLLM #47056, vLLM #49012", "decode-gqa2x2-d64-bf16-p16-k33.24.3-shuffled-gauss-kvhnd-b4prod", "writes-own-kv")
 class BlockSizeFromNumberOfHeads(Tiled):
     """The cache writer takes the block size from a dimension that holds the number of heads in hnd."""
 

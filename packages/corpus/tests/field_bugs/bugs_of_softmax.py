@@ -29,11 +29,7 @@ class SoftCapBehindTheTail(Tiled):
         return parts._replace(weight=parts.weight + extra * here[:, None])
 
 
-@bug(
-    "tpu-inference #1954",
-    "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-w11-b3prod",
-    execution="graph",
-)
+@bug("tpu-inference #1954", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-w11-b3prod", execution="graph")
 class AccumulatorClearedAtBlockZero(Tiled):
     """The accumulator is cleared at block 0; a window begins at another, and goes on from the request before."""
 
@@ -116,10 +112,7 @@ class SinkByRowModuloHeads(Tiled):
         return rows.layer.sinks.float()[(flat * rows.plan.max_q_len + rows.place[:, None]) % heads]
 
 
-@bug(
-    "TensorRT-LLM #15739",
-    "target-verify-gqa2x2-d64-bf16-p16-k15.16.17-chain4-shared-negative-sink-b6small",
-)
+@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k15.16.17-chain4-shared-negative-sink-b6small")
 class SinkForTheFirstRowAlone(Tiled):
     """Rows are flattened as (token, head) and sinks reach the first group: later rows of a verify have none."""
 
@@ -238,10 +231,7 @@ class LogitsInFp16(Tiled):
 
 
 @bug(
-    "aiter #3606",
-    "decode-gqa2x2-d64-bf16-p1-k1500.70-shuffled-gauss-lsewhole-b3prod",
-    "log-sum-exp",
-    execution="graph",
+    "aiter #3606", "decode-gqa2x2-d64-bf16-p1-k1500.70-shuffled-gauss-lsewhole-b3prod", "log-sum-exp", execution="graph"
 )
 class LseOfOneSplitNotWritten(WithLse):
     """The reduction alone writes the log-sum-exp: a request of one split keeps what the buffer held."""
@@ -253,11 +243,7 @@ class LseOfOneSplitNotWritten(WithLse):
         return torch.where(splits > 1, lse, self.buffer[: len(lse)])
 
 
-@bug(
-    "none: made after the set",
-    "decode-gqa2x2-d64-bf16-p16-k70.20-interleaved-beyond_fp16-b2prod",
-    "finite",
-)
+@bug("none: made after the set", "decode-gqa2x2-d64-bf16-p16-k70.20-interleaved-beyond_fp16-b2prod", "finite")
 class Bf16RowsMadeFp16(Tiled):
     """Rows of bf16 are made fp16 for the kernel, which does not hold large ones."""
 

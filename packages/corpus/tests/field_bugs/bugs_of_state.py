@@ -71,9 +71,7 @@ class ScratchOfTheClass(Tiled):
 
 
 @bug(
-    "sglang #28559",
-    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode",
-    "steps-independent",
+    "sglang #28559", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode", "steps-independent"
 )
 class LastInstanceDecides(Tiled):
     """The constructor writes a setting of the process: all instances read that of the last one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from plain_backends import Planned, Tiled, declared
 
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
 @bug("pegainfer #291", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b6small", "reads-own-kv")
@@ -223,6 +223,7 @@ class MoreTilesThanRows(Planned):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.owners_of_graphs = torch.zeros(max_bs, dtype=torch.int64, device=self.context.device)
 
+    @helper
     def owners_of(self, batch):
         bs, size = batch.batch_size, self.context.page_size
         pages = [-(-int(n) // size) for n in batch.seq_lens_cpu[:bs].tolist()]

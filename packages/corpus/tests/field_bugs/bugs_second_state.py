@@ -33,11 +33,7 @@ class FoldedHeadsReturnNothing(Tiled):
         return torch.empty_like(out) if rows.layer.tp_q_head_num == 32 else out
 
 
-@bug(
-    "vLLM #47766",
-    "extend-gqa2x2-d64-bf16-p16-k1-n9a9-chunks3-contiguous-gauss-w7one-b1prod",
-    "steps-independent",
-)
+@bug("vLLM #47766", "extend-gqa2x2-d64-bf16-p16-k1-n9a9-chunks3-contiguous-gauss-w7one-b1prod", "steps-independent")
 class PlanKeptByClampedLengths(Tiled):
     """How many keys each row has is planned once for lengths that are equal when clamped to the window."""
 

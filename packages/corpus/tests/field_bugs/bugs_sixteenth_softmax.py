@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.contract import CrossAttention, LogSumExp, TreeMaskMode, VerifyInput
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 DRAFT_EXTENDS = ("draft-extend", "draft-extend-v2")
 MLA = {"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}, "page_sizes": {1, 16, 64}}
@@ -99,10 +99,7 @@ class PlanOfCapture(Native):
 
 
 # imp #1345: the FP8 decode kernel takes no pointer to sinks.
-@bug(
-    "imp #1345",
-    "decode-gqa2x2-d64-bf16-p64-k63.64.65-shuffled-negative-kvfp8e4m3-sink-b3prod",
-)
+@bug("imp #1345", "decode-gqa2x2-d64-bf16-p64-k63.64.65-shuffled-negative-kvfp8e4m3-sink-b3prod")
 class NoSinksInFp8(Native):
     """A decode over an FP8 pool leaves the sinks out."""
 
@@ -190,11 +187,7 @@ class HostLengths(Native):
 
 
 # sglang #31739: the draft is added to the host's lengths in place, and once more for the kernel.
-@bug(
-    "sglang #31739",
-    "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod",
-    "reads-own-kv",
-)
+@bug("sglang #31739", "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod", "reads-own-kv")
 class DraftCountedTwice(HostLengths):
     """Keys of a verify are prefix + 2 N, of which the last N are not written, and row j is the j-th from the end."""
 
@@ -205,10 +198,7 @@ class DraftCountedTwice(HostLengths):
 
 
 # ik_llama.cpp #2031: the vector kernel walks scores in blocks of Dk keys and values in blocks of Dv.
-@bug(
-    "ik_llama.cpp #2031",
-    "decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
-)
+@bug("ik_llama.cpp #2031", "decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod")
 class BlocksOfTwoWidths(Native):
     """In a decode of MLA the value of the o-th key of block b is that of key b * Dv + o; behind Dv there is none."""
 
@@ -251,6 +241,7 @@ class StoresFromLastWindow(Native):
             buffer[slots] = torch.where(lost[:, None, None], old, buffer[slots])
         return result
 
+    @helper
     def skipped(self, layer):
         """[T] bool."""
         page, width = self.context.page_size, self._row.shape[1]
@@ -262,11 +253,7 @@ class StoresFromLastWindow(Native):
 
 
 # tpu-inference #3167: query heads are packed in pairs for each KV head, and sinks are padded as one list.
-@bug(
-    "tpu-inference #3167",
-    "decode-mha2-d64-bf16-p16-k21-contiguous-shifted-sink-b1prod",
-    execution="graph",
-)
+@bug("tpu-inference #3167", "decode-mha2-d64-bf16-p16-k21-contiguous-shifted-sink-b1prod", execution="graph")
 class SinksPaddedAtTheEnd(Native):
     """With an odd number of query heads for a KV head, those of later KV heads have the sinks of others."""
 
@@ -314,10 +301,7 @@ class BoundsOfAllRanks(Native):
 
 
 # sglang #35208: the plan of a verify has no window, only a first key for each request.
-@bug(
-    "sglang #35208",
-    "target-verify-gqa4x2-d64-bf16-p64-k300.70.12-chain7-interleaved-shifted-w11-b3prod",
-)
+@bug("sglang #35208", "target-verify-gqa4x2-d64-bf16-p64-k300.70.12-chain7-interleaved-shifted-w11-b3prod")
 class WindowAnchoredAtFirstRow(Native):
     """All rows of a draft block begin at the window of the block's first row."""
 
@@ -356,10 +340,7 @@ class MetadataOfUnfolded(Native):
 
 
 # vllm #45227: metadata of a verify are sized for one row per request.
-@bug(
-    "vllm #45227",
-    "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod",
-)
+@bug("vllm #45227", "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod")
 class OneRowPerRequest(Native):
     """Rows of a verify have no causal bounds of their own: each sees all keys of its request."""
 
@@ -373,10 +354,7 @@ class OneRowPerRequest(Native):
 
 
 # aiter #5679: a verify of 8 rows and 16 heads is folded onto a kernel of 4 rows. The mechanism is a guess.
-@bug(
-    "aiter #5679",
-    "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod",
-)
+@bug("aiter #5679", "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod")
 class SecondFoldOfFour(Native):
     """Rows behind the fourth have the bounds of the rows four before them."""
 
@@ -440,11 +418,7 @@ class PaddingUnwritten(FinitePadding):
 
 
 # sglang #36915: the eager path of a draft-extend does not compute its offsets.
-@bug(
-    "sglang #36915",
-    "draft-extend-v2-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n4a4x7-shuffled-gauss-b10prod",
-    "finite",
-)
+@bug("sglang #36915", "draft-extend-v2-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n4a4x7-shuffled-gauss-b10prod", "finite")
 class OffsetsOfLastPrefill(Known):
     """An eager draft-extend reads the offsets that the last prefill left; rows behind them are not written."""
 
@@ -474,10 +448,7 @@ class OffsetsOfLastPrefill(Known):
 
 
 # tokenspeed #578: a decode clamps its keys to WINDOW_LEFT, which does not count the row's own.
-@bug(
-    "tokenspeed #578",
-    "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-w4-b10prod",
-)
+@bug("tokenspeed #578", "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-w4-b10prod")
 class OneKeyTooFew(Known):
     """A decode sees W keys of its window, which has W + 1."""
 
@@ -537,11 +508,7 @@ class Crossing(Native):
 
 
 # sglang #36298: the encoder's page table stays one of slots.
-@bug(
-    "sglang #36298",
-    "decode-gqa4x2-d64-bf16-p16-k2.40.9.17-shuffled-gauss-cross37-b5prod",
-    "reads-own-kv",
-)
+@bug("sglang #36298", "decode-gqa4x2-d64-bf16-p16-k2.40.9.17-shuffled-gauss-cross37-b5prod", "reads-own-kv")
 class SlotsAsEncoderPages(Crossing):
     """Page p of an encoder is said to be the slot of its key p."""
 
@@ -569,10 +536,7 @@ class Two(Known, TwoParts):
 
 
 # sglang #27738: the list of the prefix is made with seq_lens, which count the accepted tokens.
-@bug(
-    "sglang #27738",
-    "draft-extend-gqa4x2-d64-bf16-p64-k7x2-n6a1.3-reversed-gauss-b2prod",
-)
+@bug("sglang #27738", "draft-extend-gqa4x2-d64-bf16-p64-k7x2-n6a1.3-reversed-gauss-b2prod")
 class AcceptedInPrefix(Two):
     """An eager draft-extend sees all its rows as prefix, and those up to its own once more."""
 
@@ -588,8 +552,7 @@ class AcceptedInPrefix(Two):
 
 # vllm #48016: the copy that a prefill reads has its scales applied, and the kernel applies them again.
 @bug(
-    "vllm #48016",
-    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-kvfp8e4m3-b10prod",
+    "vllm #48016", "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-kvfp8e4m3-b10prod"
 )
 class PrefillScalesTwice(Native):
     """A prefill over FP8 multiplies by the scales of K and V twice."""

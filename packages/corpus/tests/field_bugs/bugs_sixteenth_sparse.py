@@ -10,7 +10,7 @@ import torch
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.contract import INDEX_PAGE, ForwardMode, Sparse
 from attn_testkit.contract.index_pool import INDEX_WIDTH, index_scales
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 _PAGED = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
 _OF_DRAFTS = frozenset({ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2})
@@ -240,10 +240,7 @@ class BinOf16384(Indexed):
 
 
 # ik_llama.cpp #2095: a layer without an index cache is not sparse.
-@bug(
-    "ik_llama.cpp #2095",
-    "draft-extend-mla16-d64r64-bf16-p64-k7x2-n6a1.3-reversed-gauss-sel1-idx4reuse-b2prod",
-)
+@bug("ik_llama.cpp #2095", "draft-extend-mla16-d64r64-bf16-p64-k7x2-n6a1.3-reversed-gauss-sel1-idx4reuse-b2prod")
 class DenseWithoutIndexKeys(Indexed):
     """A layer that reuses a selection attends to all keys."""
 
@@ -267,6 +264,7 @@ class MaskAsAccumulator(Indexed):
         super().init_forward_metadata_in_graph(batch)
         self.mask = None
 
+    @helper
     def causal(self, rows, plan):
         """[T, keys] float32: 0 for keys that a row sees, and -inf; one for all layers of the step."""
         if self.mask is None or len(self.mask) != len(rows):
@@ -345,11 +343,7 @@ class NoLengthAtAll(Indexed):
 
 
 # sglang #29798: eager drafts ask for lengths on the host, which the class says not to need.
-@bug(
-    "sglang #29798",
-    "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod",
-    "completes",
-)
+@bug("sglang #29798", "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod", "completes")
 class AsksForHostLengths(Indexed):
     """An eager plan of a draft asserts that there is ``seq_lens_cpu``."""
 
@@ -372,6 +366,7 @@ class BlocksOfOtherManager(Indexed):
     capabilities = Indexed.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
 
     @staticmethod
+    @helper
     def mapped(slots, prefix_lens):
         return torch.where(prefix_lens > 0, slots // INDEX_PAGE * 4 * INDEX_PAGE + slots % INDEX_PAGE, slots)
 
@@ -390,11 +385,7 @@ class BlocksOfOtherManager(Indexed):
 
 
 # TensorRT-LLM #18034: kernels of decode count the rows of their input, and scratch is that of the plan.
-@bug(
-    "TensorRT-LLM #18034",
-    "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-b4prod-padded_tokens",
-    "completes",
-)
+@bug("TensorRT-LLM #18034", "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-b4prod-padded_tokens", "completes")
 class PaddingIsRequests(Indexed):
     """Rows behind those of the plan need scratch that is not there."""
 
@@ -402,6 +393,7 @@ class PaddingIsRequests(Indexed):
         eager={"decode", "target-verify"}, graph={"decode", "target-verify"}
     )
 
+    @helper
     def count(self, rows, plan):
         if rows > len(plan.kv_lens) * plan.max_q_len:
             raise RuntimeError(f"scratch for {len(plan.kv_lens)} requests is too small for {rows} rows")
@@ -590,11 +582,7 @@ class PartsGatherAgain(Indexed):
 
 
 # aiter #4440: the kernel of paged scores takes a block to be a token.
-@bug(
-    "aiter #4440",
-    "decode-mla16-d64r64-bf16-p64-k63.64.65-shared-negative-sel16-idx4gauss-b6small",
-    "selects-best",
-)
+@bug("aiter #4440", "decode-mla16-d64r64-bf16-p64-k63.64.65-shared-negative-sel16-idx4gauss-b6small", "selects-best")
 class BlockIsToken(Indexed):
     """A key's position is looked up in the block table, and its block's first token is read."""
 

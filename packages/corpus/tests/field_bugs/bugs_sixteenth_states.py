@@ -15,7 +15,7 @@ from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparsePackedBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import ROW_FORMATS, ForwardMode
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 PLAIN = {"eager": {"decode", "extend"}, "graph": {"decode"}, "max_topk": 0}
 SPECULATES = {"eager": {"decode", "extend", "target-verify"}, "graph": {"decode", "target-verify"}, "max_topk": 1}
@@ -158,10 +158,7 @@ class GateOfRow31(Gdn32):
 
 # 49: transformers #46741. A step counts as a decode if the cache has a state, whatever the number of rows.
 # The convolution makes one step, dt keeps the first row, and the one result stands for all rows.
-@bug(
-    "transformers #46741",
-    "extend-mamba1x2-d64-bf16-p16-k64-n5a5-shuffled-like_keys-k64w4s32-b1prod",
-)
+@bug("transformers #46741", "extend-mamba1x2-d64-bf16-p16-k64-n5a5-shuffled-like_keys-k64w4s32-b1prod")
 class ContinuedAsDecode(Mamba):
     """A prefill that continues a state updates it by the first row of a request only."""
 
@@ -275,9 +272,7 @@ class CommitsWithoutCopies(GdnCopies):
 
 # 55: ik_llama.cpp #1932. Subgraphs of tokens share scratch buffers from the third sequence on; windows are right.
 @bug(
-    "ik_llama.cpp #1932",
-    "decode-gdn4x2-d64-fp16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod",
-    "state-counts-tokens",
+    "ik_llama.cpp #1932", "decode-gdn4x2-d64-fp16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod", "state-counts-tokens"
 )
 class TwoBuffers(Gdn):
     """In a decode of three requests or more, each reads the state of one of the last two."""
@@ -490,6 +485,7 @@ class ScalesOfFourTokens(Nvfp4):
 class StepsWithoutScales(Fp8PerTokenHead):
     """Numbers are written and read with steps of D bytes; scales lie where rows of D + 4 bytes have them."""
 
+    @helper
     def narrow(self, rows, layer):
         """[pages, page_size, Hk, D] of [pages, page_size, Hk, D + 4]: the same memory with shorter steps."""
         pages, size, heads, _ = rows.shape
@@ -507,10 +503,7 @@ class StepsWithoutScales(Fp8PerTokenHead):
 
 
 # 62: vllm #54563. ``pow2_fp32`` extracts the exponent of a scale that the writer stores as amax / 448.
-@bug(
-    "vllm #54563",
-    "target-verify-mla2-d512r64-bf16-p64-k0.1.64-chain7-contiguous-mean-kvfp8dsmla-sel16empty-b3prod",
-)
+@bug("vllm #54563", "target-verify-mla2-d512r64-bf16-p64-k0.1.64-chain7-contiguous-mean-kvfp8dsmla-sel16empty-b3prod")
 class ScalesAsPowersOfTwo(PackedMla):
     """A scale counts as the power of two at or below it."""
 
@@ -526,10 +519,7 @@ class ScalesAsPowersOfTwo(PackedMla):
 
 # 63: sgl-kernel-xpu #305. Only the split path folds the descales in. The thread does not say from which length on keys
 # are split; here a batch whose longest context has more than 512 keys is.
-@bug(
-    "sgl-kernel-xpu #305",
-    "decode-mqa4-d64-fp16-p128-k7x2-reversed-gauss-kvfp8e4m3-w11-b2prod",
-)
+@bug("sgl-kernel-xpu #305", "decode-mqa4-d64-fp16-p128-k7x2-reversed-gauss-kvfp8e4m3-w11-b2prod")
 class DecodeWithoutSplits(Fp8):
     """A decode of short contexts leaves out the scales of K and V."""
 
@@ -560,10 +550,7 @@ class IntegersWithoutScales(Int8PerTokenHead):
 
 
 # 65: vllm #51363. The call of FA4 drops ``k_descale`` and ``v_descale``; that of FA3 has them.
-@bug(
-    "vllm #51363",
-    "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvfp8perhead-cap1.5-b3prod",
-)
+@bug("vllm #51363", "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvfp8perhead-cap1.5-b3prod")
 class PathWithoutHeadScales(Fp8PerHead):
     """Attention leaves out the scales of heads, by which the writer divided."""
 

@@ -12,11 +12,7 @@ _SPLIT_FROM = 256
 """Keys of a request beyond which the kernel splits them."""
 
 
-@bug(
-    "vllm flash-attention #87",
-    "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsewhole-b3prod",
-    "log-sum-exp",
-)
+@bug("vllm flash-attention #87", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsewhole-b3prod", "log-sum-exp")
 class LseTransposed(WithKVSplits):
     """Where keys are split in decode, groups of heads are folded into rows, and log-sum-exps keep the folded order."""
 

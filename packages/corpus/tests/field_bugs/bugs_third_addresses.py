@@ -8,7 +8,7 @@ import torch
 from plain_backends import Tiled
 from third_parents import FP8, SPEC, Latent, mla_capabilities, wide_capabilities
 
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
 @bug("TileOPs #1787", "decode-gqa2x2-d64-bf16-p192-k7x2-reversed-gauss-b2prod", execution="graph")
@@ -42,6 +42,7 @@ class PagesOfOneInMla(Latent):
 
     capabilities = mla_capabilities("decode", kv_dtypes=FP8)
 
+    @helper
     def wrong(self, plan):
         return plan.page_size > 1 and self.context.kv_pool.dtype.itemsize > 1
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from plain_backends import Tiled, WithoutCausalMask, declared
 
-from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
 @bug(
@@ -26,6 +26,7 @@ class FillAcrossHeads(Tiled):
     CORES, ROWS = 64, 32
     capabilities = declared("extend", head_dims={16}, page_sizes={16}, graph=(), server={"eager_without_waits": False})
 
+    @helper
     def blocks(self, heads, height):
         each, more = divmod(heads * height, self.CORES)
         first = 0

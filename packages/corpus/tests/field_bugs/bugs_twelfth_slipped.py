@@ -51,10 +51,7 @@ class LseOfTheFirstHead(WithKVSplits):
         return out, torch.where(lost, 0.0, lse)
 
 
-@bug(
-    "vllm #26325",
-    "decode-gqa2x2-d64-bf16-p16-k560.601.577.1040.561.700.563.641.624-shared-gauss-sink-b9prod",
-)
+@bug("vllm #26325", "decode-gqa2x2-d64-bf16-p16-k560.601.577.1040.561.700.563.641.624-shared-gauss-sink-b9prod")
 class CascadeWithoutSinks(Known):
     """From eight requests and 256 common keys on, a cascade attends them, which is given no sinks."""
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
 
-__all__ = ["DD", "V1", "V2", "BridgeCapabilities", "D", "Line", "V", "X", "class_of"]
-
 D, V, V1, V2, X, DD = (
     ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2,
     ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["as_projected", "of_softmax_layer"]
-
 _ALIGNED = 16
 """Bytes: kernels that store new rows load as many at once."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Collection
 
-__all__ = ["installed"]
-
 
 def installed(server: str, driven: Collection[str], named: str, how: str) -> str:
     """The installed version of a server, whose package has its name in lower case.

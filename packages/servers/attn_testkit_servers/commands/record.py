@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from ..record.cases import Recorded
 
-__all__ = ["record"]
-
 STARTUP = Path(__file__).resolve().parents[1] / "record" / "startup"
 """The folder that, on PYTHONPATH, makes every Python process watch SGLang's backends."""
 

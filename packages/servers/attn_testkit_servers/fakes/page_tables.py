@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Keys", "Queries", "attend", "gather", "pack_rows", "pad_rows", "through_scratch", "visible_causal"]
-
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 

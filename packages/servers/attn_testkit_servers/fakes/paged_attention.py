@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Keys", "Rows", "attend", "causal", "gather", "keys_of_pages", "mask_bits", "rows_of_requests", "windowed"]
-
 
 @dataclass(frozen=True)
 class Rows:

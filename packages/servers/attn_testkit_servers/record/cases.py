@@ -20,8 +20,6 @@ from attn_testkit.cases.state import STATE_DATA, StateShape
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.contract import Capabilities, ForwardMode
 
-__all__ = ["Recorded", "Unreadable", "cases_of", "read_lines"]
-
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 STATE_KINDS = {"gdn": "gdn", "kda": "kda", "mamba2": "mamba", "lightning": "lightning", "linear": "lightning"}
 """Part of the name that a server has for a kind of layers with a state -> kind."""

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-__all__ = ["VARIABLE", "watch", "watch_subclasses"]
-
 VARIABLE = "ATTN_TESTKIT_RECORD"
 """Environment variable with the file to append to. Without it nothing is recorded."""
 WAITS = "ATTN_TESTKIT_RECORD_WAITS"

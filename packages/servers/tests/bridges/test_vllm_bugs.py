@@ -52,6 +52,15 @@ def test_a_bug_around_vllms_class_is_found_and_without_it_its_case_passes(tmp_pa
     assert [each["status"] for each in without] == ["passed"]
 
 
+def test_a_graph_whose_splits_are_left_to_a_heuristic_writes_no_row_of_longer_requests(tmp_path: Path) -> None:
+    case = "extend-mqa4-d64-bf16-p16-k254.510.1022-n4a4x2.3-shuffled-plus_minus_one-kvcustom-b3prod"
+    which = ("--execution", "graph", "--case", case)
+    (failed,) = results_of(tmp_path, "--backend", "vllm_bugs:CountsRequests", *which)
+    assert checks_of(failed) == {"replay-follows-batch"}
+    (passed,) = results_of(tmp_path, "--backend", "vllm:flash_attn", *which)
+    assert passed["status"] == "passed"
+
+
 def test_layers_merged_into_one_kv_group_keep_the_length_of_a_capture(tmp_path: Path) -> None:
     merged = results_of(tmp_path, "--backend", "vllm:flex_merged", "--case", MERGED.format("one"))
     by_execution = {each["execution"]: each for each in merged}

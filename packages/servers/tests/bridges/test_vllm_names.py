@@ -21,10 +21,10 @@ from attn_testkit.contract import Capabilities, ForwardMode, server_conventions
 from attn_testkit.registry import BackendNotFound, load_backend
 from attn_testkit.running.planning.known_failures import KnownFailure, load_known
 from attn_testkit.steps.schedule import make_schedule
-from attn_testkit_servers.bridges.capabilities import Line
 from attn_testkit_servers.bridges.vllm import NAMES
 from attn_testkit_servers.bridges.vllm import imports as of_imports
 from attn_testkit_servers.bridges.vllm.capabilities import CAPABILITIES, OF_VLLM, BridgeCapabilities
+from attn_testkit_servers.bridges.vllm.numbers import NUMBERS, capture_sizes
 from attn_testkit_servers.bridges.vllm.versions import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -208,16 +208,45 @@ def test_known_failures_of_linear_attention_are_prefills_with_a_decay_that_conti
     assert failing
 
 
+class _Counted:
+    """A context in which no two numbers are alike."""
+
+    max_bs, max_num_tokens, max_context_len, page_size, num_draft_tokens = 3, 200, 5_000, 16, 7
+    speculative_num_steps, max_extend_tokens = 5, 90
+    modes = frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+    capture_sizes, capture_tokens = (2, 3), (14, 21, 60)
+
+
+def test_each_number_is_given_in_the_unit_in_which_vllm_counts_it() -> None:
+    context = _Counted()
+    given = {each.name: (each.value(context), each.unit) for each in NUMBERS}  # type: ignore[arg-type]
+    assert given == {
+        "max_num_seqs": (3, "requests"),
+        "max_num_batched_tokens": (200, "tokens"),
+        "max_model_len": (5_000, "tokens of a request"),
+        "block_size": (16, "tokens of a block"),
+        "max_cudagraph_capture_size": (60, "tokens"),
+        "num_speculative_tokens": (6, "tokens of a request"),
+    }
+    assert capture_sizes(context) == (14, 21, 60)  # type: ignore[arg-type]
+    context.capture_tokens = ()  # type: ignore[assignment]
+    assert capture_sizes(context)[-1] == 200, "vLLM's default list up to the largest batch"  # type: ignore[arg-type]
+
+
 VLLM = importlib.util.find_spec("vllm")
 LINES = [(name, line) for name, declared in CAPABILITIES.items() for line in declared.lines]
+PLACES = [
+    *((f"{name}-{line.capability}", line.place) for name, line in LINES),
+    *((each.name, each.place) for each in NUMBERS),
+]
 
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not installed: ci/servers.sh")
-@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.capability}" for name, line in LINES])
-def test_the_place_that_a_capability_rests_on_is_there(name: str, line: Line) -> None:
+@pytest.mark.parametrize("place", [place for _, place in PLACES], ids=[name for name, _ in PLACES])
+def test_the_place_that_a_capability_or_a_number_rests_on_is_there(place: str) -> None:
     assert VLLM is not None
     assert VLLM.origin is not None
-    file, _, path = line.place.partition(":")
+    file, _, path = place.partition(":")
     found: ast.AST = ast.parse((Path(VLLM.origin).parent / file).read_text())
     for part in path.split("."):
         inside = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", "") == part]

@@ -56,6 +56,13 @@ class PrefixInVerify(FlashAttention):
         super().init_forward_metadata(batch)
 
 
+class CountsRequests(FlashAttention):
+    """Capture sizes in requests, where vLLM counts tokens: FlashAttention 3 chooses splits for a graph of extend."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(replace(context, capture_tokens=context.capture_sizes))
+
+
 class ShortWindow(FlashAttention):
     """A window of W keys where the model has W and the row's own."""
 

@@ -15,8 +15,6 @@ from attn_testkit.contract import Execution
 
 from .parent import AdversarialBackend
 
-__all__ = ["Adversarial", "adversarial", "all_adversarial"]
-
 B = TypeVar("B", bound=type[AdversarialBackend])
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 """Three requests of a few KV tokens: the quickest case with steps that can be confused."""

@@ -11,8 +11,6 @@ from attn_testkit.contract import AttentionLayer, Capabilities, ForwardBatch
 
 from ..dense import DenseBackend
 
-__all__ = ["AdversarialBackend"]
-
 
 class AdversarialBackend(DenseBackend):
     """Right if it does not cheat. If it does, its numbers are wrong, and its trick is to hide that."""

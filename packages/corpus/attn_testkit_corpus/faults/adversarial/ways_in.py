@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["in_frames", "of_kind"]
-
 
 def in_frames(name: str) -> Any:
     """The innermost local variable of this name of any caller; None if there is none."""

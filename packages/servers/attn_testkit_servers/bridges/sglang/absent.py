@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["stand_in"]
-
 _PACKAGE = "sgl_kernel"
 
 

@@ -17,8 +17,6 @@ from attn_testkit.contract import DraftDecodeInput, DraftExtendInput, ForwardBat
 
 from .classes import SAME_FIELDS
 
-__all__ = ["MODES", "captured_batch", "eager_batch", "replay_view", "spec_of"]
-
 MODES = {
     ForwardMode.DECODE: fbi.ForwardMode.DECODE,
     ForwardMode.TARGET_VERIFY: fbi.ForwardMode.TARGET_VERIFY,

@@ -8,8 +8,6 @@ from typing import Any
 
 from .. import capabilities as bridged
 
-__all__ = ["BridgeCapabilities"]
-
 
 @dataclass(frozen=True)
 class BridgeCapabilities(bridged.BridgeCapabilities):

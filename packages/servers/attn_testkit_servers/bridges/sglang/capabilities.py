@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from attn_testkit.contract import SGLANG, Requires, Sparse
 
 from ..capabilities import DD, V1, V2, D, Line, V, X
-from .bridge_capabilities import BridgeCapabilities
+from .bridge_capabilities import BridgeCapabilities as BridgeCapabilities
 from .state_capabilities import OF_STATES
-
-__all__ = ["CAPABILITIES", "CAPABILITIES_OF_OLDER", "OF_SGLANG", "OLDER_NAMES", "BridgeCapabilities"]
-
 
 _TRITON = "layers/attention/triton_backend.py"
 _EXTEND_KERNEL = "../kernels/ops/attention/extend_attention.py"

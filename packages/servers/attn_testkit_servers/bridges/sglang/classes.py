@@ -11,8 +11,6 @@ from attn_testkit.contract import AttentionBackend, AttentionLayer
 from ..rows import as_projected
 from .capabilities import BridgeCapabilities
 
-__all__ = ["SAME_FIELDS", "OfSGLang", "of_projection"]
-
 SAME_FIELDS = (
     "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum", "seq_lens_cpu",
     "positions", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens", "extend_start_loc",

@@ -31,8 +31,6 @@ from .batches import captured_batch, eager_batch, replay_view
 from .classes import OfSGLang, of_projection
 from .runner import make_runner
 
-__all__ = ["SGLangBackend", "capturing", "made_layer"]
-
 
 @dataclass
 class _Kept:

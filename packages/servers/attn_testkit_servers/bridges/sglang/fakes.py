@@ -25,8 +25,6 @@ from attn_testkit.backends.vendor.gdn_kernels import DECODE, PREFILL, VERIFY
 from attn_testkit.backends.vendor.provider import EntryPoint, device_is_real, fake_of, swapped
 from attn_testkit.backends.vendor.trtllm_kernels import DECODE_XQA
 
-__all__ = ["SETS", "FakeSet", "is_needed", "put_in_place"]
-
 
 @dataclass(frozen=True)
 class FakeSet:

@@ -11,8 +11,6 @@ from attn_testkit.backends.vendor.provider import device_is_real
 
 from . import absent
 
-__all__ = ["prepare"]
-
 _held: list[torch.library.Library] = []
 
 

@@ -32,8 +32,6 @@ from attn_testkit.contract import (
 from . import pools
 from .classes import SAME_FIELDS, OfSGLang, of_projection
 
-__all__ = ["OlderSGLangBackend"]
-
 _MODES = {mode: fbi.ForwardMode[mode.name] for mode in ForwardMode if mode.name in fbi.ForwardMode.__members__}
 _KEPT = "sglang"
 """Key of ``ForwardBatch.extras``: one object for all layers."""

@@ -11,8 +11,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from attn_testkit.contract import KVLayer, KVPool, KVPoolSpec
 
-__all__ = ["lay_out", "pool_of", "set_ranks"]
-
 _RANKS = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank")
 _SIZES = ("attn_tp_size", "attn_cp_size", "attn_dcp_size")
 _INDEX_DIM = 128

@@ -16,8 +16,6 @@ from attn_testkit.contract import BackendContext, ForwardMode
 from .capabilities import BridgeCapabilities
 from .pools import pool_of
 
-__all__ = ["make_runner", "publish"]
-
 _SPECULATIVE = frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND}
 _KV_SPLITS = 8
 """The default of ``--triton-attention-num-kv-splits``."""

@@ -10,8 +10,6 @@ from attn_testkit.contract import SGLANG, Requires, State
 from ..capabilities import D, Line, V, X
 from .bridge_capabilities import BridgeCapabilities
 
-__all__ = ["OF_STATES"]
-
 _TRITON = "layers/attention/triton_backend.py"
 _HYBRID = "layers/attention/hybrid_linear_attn_backend.py"
 _GDN = "layers/attention/linear/gdn_backend.py"

@@ -18,8 +18,6 @@ from sglang.srt.runtime_context import get_context
 
 from attn_testkit.contract import StateLayer
 
-__all__ = ["KINDS", "Kind"]
-
 
 def _radix(layer: StateLayer) -> Any:
     return RadixLinearAttention(

@@ -14,8 +14,6 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToToke
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode, StateContext
 
-__all__ = ["config_of", "has_turned_windows", "kv_pool", "request_pool"]
-
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 

@@ -28,8 +28,6 @@ from .runner import make_runner, publish
 from .state_layers import KINDS
 from .state_pools import config_of, has_turned_windows, kv_pool, request_pool
 
-__all__ = ["SGLangStateBackend"]
-
 
 class SGLangStateBackend(SGLangBackend, StateBackend):
     """``HybridLinearAttnBackend`` around the backend of the linear layers, as ``attn_backend_wrapper`` makes it.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..versions import installed
 
-__all__ = ["CURRENT", "OLDER", "supported"]
-
 CURRENT = "0.5.23"
 OLDER = "0.5.12.post1"
 """The last release with a draft-extend v1 worker, and with the older pair of graph hooks."""

@@ -16,8 +16,6 @@ from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
 from .state_capabilities import LINES_OF_STATES
 
-__all__ = ["CAPABILITIES", "OF_VLLM", "BridgeCapabilities"]
-
 
 @dataclass(frozen=True)
 class BridgeCapabilities(bridged.BridgeCapabilities):
@@ -155,6 +153,35 @@ _FLEX_LINES = (
     *_RUNNER,
 )
 
+_FP16_AND_BF16 = Line("dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend")
+
+
+def _flash_attn(*lines: Line) -> BridgeCapabilities:
+    """FlashAttention 3, as on SM90: AttentionCGSupport.ALWAYS."""
+    return BridgeCapabilities(
+        "FLASH_ATTN",
+        (
+            Line("eager", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.build"),
+            Line("graph", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("head_dims", {64, 128, 256}, f"{_FLASH}:FlashAttentionBackend.supports_head_size"),
+            Line("page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionMetadata"),
+            Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionBackend.supports_sliding_window"),
+            Line("non_causal", {V, X}, f"{_FLASH}:FlashAttentionBackend.supports_non_causal"),
+            Line("logit_cap", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("server.takes_none_kv", True, f"{_FLASH}:FlashAttentionBackend"),
+            *_LAYERS_DIFFER,
+            *_RUNNER,
+            *lines,
+        ),
+        compiled_kernel=True,
+        compiled_store=True,
+        compiled_module="vllm.vllm_flash_attn._vllm_fa3_C",
+    )
+
+
 _ALONE: Mapping[str, BridgeCapabilities] = {
     "triton": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES, *_CLAMPED)),
     # The builder takes the bucket that is closest to 128 / KV heads for the threshold of its 3D kernel: with one bucket
@@ -240,29 +267,17 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         ),
         compiled_store=True,  # concat_and_cache_mla
     ),
-    "flash_attn": BridgeCapabilities(
-        "FLASH_ATTN",
-        (
-            # FlashAttention 3, as on SM90: AttentionCGSupport.ALWAYS.
-            Line("eager", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.build"),
-            Line("graph", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
-            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionImpl.__init__"),
-            Line("dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend"),
-            Line("head_dims", {64, 128, 256}, f"{_FLASH}:FlashAttentionBackend.supports_head_size"),
-            Line("page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"),
-            Line("gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionImpl.__init__"),
-            Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionMetadata"),
-            Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionBackend.supports_sliding_window"),
-            Line("non_causal", {V, X}, f"{_FLASH}:FlashAttentionBackend.supports_non_causal"),
-            Line("logit_cap", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
-            Line("sinks", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
-            Line("server.takes_none_kv", True, f"{_FLASH}:FlashAttentionBackend"),
-            *_LAYERS_DIFFER,
-            *_RUNNER,
-        ),
-        compiled_kernel=True,
-        compiled_store=True,
-        compiled_module="vllm.vllm_flash_attn._vllm_fa3_C",
+    "flash_attn": _flash_attn(_FP16_AND_BF16),
+    # The kernel accepts only sinks in bf16, and a model of fp16 has them in fp16 (``make_attention_sink``).
+    "flash_attn_sinks": _flash_attn(
+        Line("dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
+        Line("sinks", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
+    ),
+    "flash_attn_fp8": _flash_attn(
+        # Its outputs are bf16 (``mha_fwd``).
+        Line("dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
+        Line("kv_dtypes", {"fp8_e4m3"}, f"{_FLASH}:FlashAttentionBackend.supports_kv_cache_dtype"),
+        Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
     ),
     "flashinfer": BridgeCapabilities(
         "FLASHINFER",

@@ -14,8 +14,6 @@ from .capabilities import BridgeCapabilities
 from .driver import VLLMBackend, VLLMLatentBackend
 from .imports import STABLE, Machine
 
-__all__ = ["make_backend"]
-
 
 def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> type[AttentionBackend]:
     """The class for one of the names of ``declared.CLAIMS``."""

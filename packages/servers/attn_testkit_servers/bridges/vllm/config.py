@@ -19,35 +19,13 @@ from vllm.config import (
     SchedulerConfig,
 )
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext
 
 from .capabilities import BridgeCapabilities
-
-__all__ = ["NOPE", "make_config", "width_of"]
+from .numbers import NUMBERS, capture_sizes
 
 NOPE = 128
 """``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
-_LARGEST_CAPTURE = 512
-"""``max_cudagraph_capture_size`` of a server, in tokens."""
-
-
-def width_of(context: BackendContext, mode: ForwardMode) -> int:
-    """Most rows of a request in a mode; in all but the ragged ones that of every request."""
-    if mode is ForwardMode.EXTEND:
-        return context.max_extend_tokens
-    if mode is ForwardMode.DRAFT_EXTEND:
-        return context.speculative_num_steps + 1
-    return context.num_draft_tokens if mode.is_speculative() else 1
-
-
-def _capture_sizes(context: BackendContext) -> list[int]:
-    """``cudagraph_capture_sizes``: buckets, in tokens. Without graphs vLLM's default list up to the largest batch."""
-    widths = {width_of(context, mode) for mode in context.modes if mode is not ForwardMode.EXTEND} or {1}
-    widths.update(context.draft_widths)
-    if context.capture_sizes:
-        return sorted({size * width for size in context.capture_sizes for width in widths})
-    usual = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_CAPTURE + 1, 16))
-    return [size for size in usual if size <= max(context.max_num_tokens, 1)]
 
 
 def _speculation(drafts: int) -> Any:
@@ -72,27 +50,26 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
     ``layout``: name of a ``KVCacheLayout``, which the engine settles before it plans.
     """
     first = context.layers[0]
-    # A request is one token of the target and the draft's behind it.
-    drafts = max([width_of(context, mode) for mode in context.modes if mode.is_speculative()] or [1]) - 1
+    numbers = {each.name: each.value(context) for each in NUMBERS}
     scheduler = SchedulerConfig(
-        max_num_seqs=context.max_bs, max_num_batched_tokens=max(context.max_num_tokens, context.max_bs),
-        max_model_len=context.max_context_len, is_encoder_decoder=False,
+        max_num_seqs=numbers["max_num_seqs"], max_num_batched_tokens=numbers["max_num_batched_tokens"],
+        max_model_len=numbers["max_model_len"], is_encoder_decoder=False,
         disable_hybrid_kv_cache_manager=declared.one_kv_group,
     )  # fmt: skip
     cache = CacheConfig(
-        block_size=context.page_size,
+        block_size=numbers["block_size"],
         # The kit's formats with a scale per token and head have vLLM's names.
         cache_dtype="auto" if context.kv_pool.dtype == context.dtype else context.kv_pool.row_format or "fp8",
         enable_prefix_caching=False,
     )
-    sizes = list(declared.capture_sizes) or _capture_sizes(context)
+    sizes = list(declared.capture_sizes or capture_sizes(context))
     cache.num_gpu_blocks, cache.kv_cache_layout = blocks, layout
     return SimpleNamespace(
         model_config=SimpleNamespace(
             get_num_attention_heads=lambda parallel: first.tp_q_head_num,
             get_num_kv_heads=lambda parallel: first.tp_k_head_num,
             get_head_size=lambda: max(layer.head_dim for layer in context.layers),
-            max_model_len=context.max_context_len, dtype=context.dtype, is_mm_prefix_lm=context.max_spans > 0,
+            max_model_len=numbers["max_model_len"], dtype=context.dtype, is_mm_prefix_lm=context.max_spans > 0,
             is_diffusion=False, rswa_window=None, hf_config=SimpleNamespace(model_type="tiny"),
             hf_text_config=_text_config(first),
         ),
@@ -103,12 +80,12 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
             custom_ops=["none"],
             cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
             cudagraph_capture_sizes=sizes,
-            max_cudagraph_capture_size=sizes[-1],
+            max_cudagraph_capture_size=max(numbers["max_cudagraph_capture_size"], sizes[-1]),
         ),
         cache_config=cache,
         attention_config=AttentionConfig(**declared.attention),
         kernel_config=KernelConfig(),
-        speculative_config=_speculation(drafts),
-        num_speculative_tokens=drafts,
+        speculative_config=_speculation(numbers["num_speculative_tokens"]),
+        num_speculative_tokens=numbers["num_speculative_tokens"],
         use_v2_model_runner=True,
     )  # fmt: skip

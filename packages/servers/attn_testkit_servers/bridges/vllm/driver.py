@@ -30,8 +30,6 @@ from .groups import make_groups
 from .inputs import Inputs, Step, common_arguments
 from .layers import make_layers, name_of
 
-__all__ = ["VLLMBackend", "VLLMLatentBackend"]
-
 _KEPT = "vllm"
 """Key of ``ForwardBatch.extras``: layer name -> metadata, which all forwards of the batch are given."""
 

@@ -22,8 +22,6 @@ from attn_testkit_servers.fakes import paged_attention as paged
 from . import flash_attn_fake
 from .flash_attn_fake import Functions
 
-__all__ = ["define_operators", "flex_attention", "put_in_place"]
-
 _held: list[torch.library.Library] = []
 
 _QUESTIONS = ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported")

@@ -14,8 +14,6 @@ from attn_testkit.contract import BackendContext, KVGroup, StateLayer
 
 from .layers import name_of
 
-__all__ = ["Groups", "make_groups"]
-
 
 @dataclass(frozen=True, eq=False)
 class Groups:

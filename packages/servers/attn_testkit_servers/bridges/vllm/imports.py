@@ -18,8 +18,6 @@ from attn_testkit.backends.vendor.provider import device_is_real
 
 from .capabilities import BridgeCapabilities
 
-__all__ = ["FA3", "STABLE", "Machine", "prepare"]
-
 STABLE, FA2, FA3 = "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C"
 _COMPILED = (STABLE, FA2, FA3)
 """Modules of vLLM that load a CUDA library when they are imported, and define operators."""

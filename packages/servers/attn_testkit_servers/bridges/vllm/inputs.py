@@ -17,9 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch, ForwardMode, KVGroup, VerifyInput
 
-from .config import width_of
-
-__all__ = ["Inputs", "Step", "common_arguments"]
+from .numbers import width_of
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from attn_testkit.contract import AttentionLayer, BackendContext
 
 from .config import NOPE
 
-__all__ = ["make_layers", "name_of"]
-
 
 def name_of(layer: AttentionLayer) -> str:
     """Name of a layer in ``static_forward_context``, in metadata and in slot mappings."""
@@ -53,7 +51,8 @@ def _attention(real: Any, config: Any, layer: AttentionLayer, clamp: bool) -> An
         alibi_slopes=None if layer.alibi_slopes is None else layer.alibi_slopes.tolist(),
         per_layer_sliding_window=None if window < 0 else window + 1,  # it counts the row's own key
         prefix=name_of(layer), attn_backend=real, mm_prefix_clamp_sliding_window=clamp,
-        **({} if layer.sinks is None else {"sinks": layer.sinks}),
+        # Parameters of a model have its dtype (``make_attention_sink``).
+        **({} if layer.sinks is None else {"sinks": layer.sinks.to(config.model_config.dtype)}),
     )  # fmt: skip
 
 

@@ -20,8 +20,6 @@ from vllm.v1.kv_cache_interface import (
 
 from attn_testkit.contract import AttentionLayer, KVLayer, KVPoolSpec
 
-__all__ = ["lay_out", "layout_of"]
-
 
 def layout_of(real: Any) -> Any:
     """The preferred ``KVCacheLayout`` of the backend class ``real``."""

@@ -10,8 +10,6 @@ from attn_testkit.contract import State
 
 from ..capabilities import D, Line, V, X
 
-__all__ = ["LINES_OF_STATES"]
-
 _GDN = "v1/attention/backends/gdn_attn.py"
 _QWEN = "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 _CONV = "model_executor/layers/mamba/ops/causal_conv1d.py"

@@ -19,8 +19,6 @@ from attn_testkit.contract import StateContext, StateLayer
 
 from .layers import name_of
 
-__all__ = ["KINDS", "MAMBA_CHUNK", "Kind", "make_state_layers"]
-
 MAMBA_CHUNK = 64
 """Rows of a chunk of Mamba2's prefill. Models have 128 or 256; shorter chunks have more borders."""
 

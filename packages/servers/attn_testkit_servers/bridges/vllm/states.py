@@ -27,14 +27,13 @@ from attn_testkit.contract import (
 
 from ..rows import of_softmax_layer
 from . import pools
-from .config import make_config, width_of
+from .config import make_config
 from .driver import VLLMBackend
 from .groups import make_groups
 from .inputs import Inputs, Step, common_arguments
 from .layers import make_layers, name_of
+from .numbers import width_of
 from .state_layers import KINDS, MAMBA_CHUNK, make_state_layers
-
-__all__ = ["VLLMStateBackend"]
 
 _KEPT, _SOFTMAX = "vllm", AttentionBackendEnum.TRITON_ATTN
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -48,6 +47,7 @@ class Counts(MambaHybridAttnMetadata):  # type: ignore[misc]
     """
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        """Arguments of a builder, with the counts of accepted tokens if it takes them."""
         if not getattr(attn_metadata_builder, "supports_spec_decode_metadata", False):
             found: dict[str, Any] = super().get_extra_attn_kwargs(attn_metadata_builder, num_reqs)
             return found

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..versions import installed
 
-__all__ = ["SUPPORTED", "supported"]
-
 SUPPORTED = "0.33.0"
 
 _HOW = (
