@@ -15,27 +15,9 @@ from typing import Any
 
 import torch
 
-from attn_testkit.backends.vendor.provider import EntryPoint, swapped
+from attn_testkit.backends.vendor.provider import swapped
 
 from . import paged_attention as paged
-
-_HERE = "attn_testkit_servers.fakes.flashinfer"
-_SM80_AND_UP = ((80, 129),)
-BATCH_DECODE = EntryPoint(
-    "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper", _SM80_AND_UP, f"{_HERE}:make_paged_wrapper", "flashinfer"
-)
-BATCH_PREFILL = EntryPoint(
-    "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper", _SM80_AND_UP, f"{_HERE}:make_paged_wrapper", "flashinfer"
-)
-BATCH_RAGGED = EntryPoint(
-    "flashinfer.prefill:BatchPrefillWithRaggedKVCacheWrapper",
-    _SM80_AND_UP,
-    f"{_HERE}:make_ragged_wrapper",
-    "flashinfer",
-)
-_MLA = "flashinfer.mla:BatchMLAPagedAttentionWrapper"
-BATCH_MLA_FA2 = EntryPoint(_MLA, _SM80_AND_UP, f"{_HERE}:make_mla_wrapper", "flashinfer")
-BATCH_MLA_FA3 = EntryPoint(_MLA, ((90, 90),), f"{_HERE}:make_mla_wrapper", "flashinfer")
 
 _CAUSAL, _CUSTOM = 1, 2  # flashinfer.utils.MaskMode; checked in _compiled()
 _MOST_THREADS = 1024

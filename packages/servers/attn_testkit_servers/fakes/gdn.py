@@ -10,16 +10,6 @@ from typing import Any
 
 import torch
 
-from attn_testkit.backends.vendor.provider import EntryPoint
-
-_SM = ((90, 90), (100, 103), (120, 121))
-_HERE = "attn_testkit_servers.fakes.gdn"
-DECODE = EntryPoint("flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose", _SM, f"{_HERE}:decode", "flashinfer")
-VERIFY = EntryPoint("flashinfer.gdn_decode:gated_delta_rule_mtp", _SM, f"{_HERE}:verify", "flashinfer")
-PREFILL = EntryPoint(
-    "flashinfer.gdn_prefill:chunk_gated_delta_rule", _SM, f"{_HERE}:prefill", "flashinfer", from_source=True
-)
-
 
 def _token(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor

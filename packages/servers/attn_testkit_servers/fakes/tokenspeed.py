@@ -14,19 +14,10 @@ from typing import Any
 
 import torch
 
-from attn_testkit.backends.vendor.provider import EntryPoint, swapped
+from attn_testkit.backends.vendor.provider import swapped
+from attn_testkit.backends.vendor.tokenspeed_kernels import MULTIPROCESSORS
 
 from . import page_tables as paged
-
-DECODE = EntryPoint(
-    # Not the package's own name for it: that one hides a failed import until the call.
-    "tokenspeed_mla.mla_decode:tokenspeed_mla_decode",
-    ((100, 100), (103, 103)),
-    "attn_testkit_servers.fakes.tokenspeed:make_decode",
-    "tokenspeed",
-)
-MULTIPROCESSORS = 148
-"""Multiprocessors of the emulated SM100 device."""
 
 
 def _number(value: Any) -> Any:

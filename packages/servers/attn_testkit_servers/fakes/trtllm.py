@@ -16,26 +16,10 @@ from typing import Any
 
 import torch
 
-from attn_testkit.backends.vendor.provider import EntryPoint, swapped
+from attn_testkit.backends.vendor.provider import swapped
 
 from . import page_tables as paged
 
-_HERE = "attn_testkit_servers.fakes.trtllm"
-_DECODE = "flashinfer.decode:trtllm_batch_decode_with_kv_cache"
-_GEN_SM = ((100, 107),)
-DECODE_XQA = EntryPoint(_DECODE, ((90, 90), (120, 121)), f"{_HERE}:make_xqa_decode", "flashinfer")
-"""Decode as the package dispatches it on SM90 and SM120."""
-DECODE_GEN = EntryPoint(_DECODE, _GEN_SM, f"{_HERE}:make_gen_decode", "flashinfer")
-"""Decode as the package dispatches it on SM100."""
-CONTEXT = EntryPoint(
-    "flashinfer.prefill:trtllm_batch_context_with_kv_cache", _GEN_SM, f"{_HERE}:make_gen_context", "flashinfer"
-)
-DECODE_MLA = EntryPoint(
-    "flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla", _GEN_SM, f"{_HERE}:make_gen_mla", "flashinfer"
-)
-
-SEMAPHORE_BYTES = 8 << 20
-"""XQA: bytes at the front of the workspace that must be zero at every launch."""
 _LOG2E = 1.4426950408889634
 _SM_COUNT = {90: 132, 100: 148}
 
