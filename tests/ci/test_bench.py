@@ -153,7 +153,7 @@ def test_every_sample_belongs_to_one_step_and_one_room(monkeypatch: pytest.Monke
     ]
     assert parts(stacks) == [
         ("eager plans and forwards", 0.6, {"backends": 0.5, "model": 0.1}),
-        ("numbers in place", 0.2, {"emulation": 0.2}),
+        ("numbers in place", 0.2, {"cuda_on_cpu": 0.2}),
         ("the rest", 0.2, {"running": 0.1, "Python": 0.1}),
     ]
     assert parts([]) == []

@@ -85,9 +85,9 @@ def test_which_names_of_vllm_store_or_attend_by_compiled_modules() -> None:
         "triton", "triton_2d", "triton_invariant", "triton_fp8", "triton_per_token_head", "gdn", "gdn_hybrid", "mamba2",
         "mamba2_hybrid", "bailing", "linear",
     }  # fmt: skip
-    assert {name: c.compiled_module for name, c in CAPABILITIES.items() if c.compiled_module} == {
-        "flash_attn": imports.FA3
-    }
+    assert {name: c.compiled_module for name, c in CAPABILITIES.items() if c.compiled_module} == dict.fromkeys(
+        ("flash_attn", "flash_attn_sinks", "flash_attn_fp8"), imports.FA3
+    )
 
 
 def test_names_of_sglangs_compiled_package_can_be_imported_and_say_what_is_missing_when_called(
