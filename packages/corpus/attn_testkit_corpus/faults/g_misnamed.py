@@ -22,7 +22,7 @@ class _AccumulatesInTiles(DenseBackend):
     def weighted_sum(self, p: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
         total = None
-        for each, rows in zip(p.split(_TILE, -1), values.split(_TILE, 1), strict=True):
+        for each, rows in zip(torch.split(p, _TILE, -1), torch.split(values, _TILE, 1), strict=True):
             part = torch.einsum("bhgws,bshd->bwhgd", each, rows)
             total = (part if total is None else total + part).to(self.narrow).float()
         assert total is not None
@@ -66,7 +66,7 @@ class WindowOfZero(DenseBackend):
 @fault(
     "general (rows of the request table by place in the batch, and NaN taken for an empty row)",
     "matches-oracle reads-own-kv finite",
-    "request table",
+    "the request row",
     modes="decode extend draft-extend draft-extend-v2",
 )
 class TableRowAfterItsOwnAndNanAsZero(DenseBackend):
@@ -87,7 +87,7 @@ class TableRowAfterItsOwnAndNanAsZero(DenseBackend):
 @fault(
     "general (a row of the request table that a capture shifts, and NaN taken for an empty row)",
     "replay-follows-batch matches-oracle reads-own-kv finite",
-    "request table",
+    "the request row",
     modes="decode",
     executions="graph",
 )

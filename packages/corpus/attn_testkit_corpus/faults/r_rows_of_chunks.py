@@ -13,9 +13,8 @@ _CHUNK = 64
 
 
 @fault(
-    "general (the decay of a chunk's end is that of its first row)",
+    "general (a state that decays once more at the end of a chunk)",
     "matches-oracle state-matches-oracle state-counts-tokens",
-    "right up to row 63, wrong from row 64|first row of a chunk of 64|chunk",
     modes="extend",
 )
 class ChunkBeginsWithAHalvedState(StateParent):
