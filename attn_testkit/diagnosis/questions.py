@@ -128,9 +128,9 @@ def _supposed_of_slots_in(step: Step, schedule: Schedule, rerunner: Rerunner) ->
 
 
 def _shown(comparison: Comparison, supposed: Supposition, lens: torch.Tensor) -> str | None:
-    """Requests in which the mistake is made, empty for everywhere, if all known wrong rows are those of the supposed backend, and
-    half of them or more are known; else None. Right rows may differ from it only in shorter requests, or only in longer
-    ones. Rows of zeros show nothing: whatever reads unowned slots gives them.
+    """Requests in which the mistake is made, empty for everywhere, if all known wrong rows are those of the supposed
+    backend, and half of them or more are known; else None. Right rows may differ from it only in shorter requests, or
+    only in longer ones. Rows of zeros show nothing: whatever reads unowned slots gives them.
 
     ``lens`` [T] int64: KV tokens of the request of each row.
     """
