@@ -13,6 +13,7 @@ from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.runner_modes.static_inputs import make_static_inputs
+from attn_testkit.runner_modes.step_tensors import STEP_TENSORS
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
@@ -137,7 +138,7 @@ def test_a_step_comes_to_the_host_in_one_transfer(case_id: str, monkeypatch: pyt
 def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, rows: int, tokens: int) -> None:
     schedule = make_schedule(parse_case(VERIFY))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
-    static = make_static_inputs(harness, schedule, fill=1)
+    static = make_static_inputs(harness, schedule, 1, STEP_TENSORS)
     sent, *others = static.sent(bs, spec=True, mask=False)
     lengths = {place.name.removeprefix("batch."): place.shape[0] for place in sent.places}
     by_token = {"input_ids", "out_cache_loc", "positions", "spec_info.hidden_states"}
@@ -152,14 +153,14 @@ def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, r
 def test_what_a_step_writes_on_the_host_reaches_every_buffer() -> None:
     schedule = make_schedule(parse_case(V1))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
-    static = make_static_inputs(harness, schedule, fill=1)
-    assert static.seq_lens.tolist() == static.seq_lens_cpu.tolist() == [1] * 4
-    assert static.num_accept_tokens.tolist() == static.extend_seq_lens.tolist() == [4] * 4
-    assert static.num_correct_drafts.tolist() == [3] * 4
-    assert static.select_index.tolist() == [3, 7, 11, 15]
-    assert static.input_ids.tolist() == static.positions.tolist() == static.out_cache_loc.tolist() == [0] * 16
+    static = make_static_inputs(harness, schedule, 1, STEP_TENSORS)
+    assert static["seq_lens"].tolist() == static.seq_lens_cpu.tolist() == [1] * 4
+    assert static["num_accept_tokens"].tolist() == static["extend_seq_lens"].tolist() == [4] * 4
+    assert static["num_correct_drafts"].tolist() == [3] * 4
+    assert static["select_index"].tolist() == [3, 7, 11, 15]
+    assert static["input_ids"].tolist() == static["positions"].tolist() == static["out_cache_loc"].tolist() == [0] * 16
     for value, (name, array) in enumerate(static.host.items(), start=20):
         array[:] = value
         static.send()
-        assert getattr(static, name).eq(value).all(), name
-    assert static.seq_lens_cpu.tolist() == static.seq_lens.tolist()
+        assert static[name].eq(value).all(), name
+    assert static.seq_lens_cpu.tolist() == static["seq_lens"].tolist()
