@@ -10,11 +10,12 @@ __all__ = ["of_an_earlier_version", "signed"]
 
 
 def signed(data: dict[str, Any]) -> dict[str, Any]:
-    """The data with the digest that it must have."""
-    return {**data, "digest": digest_of(data)}
+    """The data with the digest that it must have, and without the verdict on what it was before it was edited."""
+    edited = {name: value for name, value in data.items() if name != "verdict"}
+    return {**edited, "digest": digest_of(edited)}
 
 
 def of_an_earlier_version(data: dict[str, Any]) -> dict[str, Any]:
     """The data without what files of the versions before the digest lack."""
     header = {name: value for name, value in data["header"].items() if name != "selection"}
-    return {**{name: value for name, value in data.items() if name != "digest"}, "header": header}
+    return {**{name: value for name, value in data.items() if name not in ("digest", "verdict")}, "header": header}

@@ -49,6 +49,12 @@ def compare(old: str, new: tuple[str, ...], good: bool, as_json: bool) -> int:
         raise UsageError(
             f"{old} and {' '.join(new)} are the same run; nothing can have changed. Name the earlier run first"
         )
+    ours, theirs = list(before.header.backends), list(after.header.backends)
+    if not {*ours} & {*theirs}:
+        raise UsageError(
+            f"{old} is of {', '.join(ours)}, and {' '.join(new)} of {', '.join(theirs)}: these are different backends, "
+            "which have no case-run in common; compare two runs of one backend"
+        )
     found = compare_reports(before, after)
     click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))
     return found.exit_code

@@ -56,7 +56,7 @@ Examples:
   attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 10
   attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 5 --mode decode --seed 7 --json fuzz.json
 \b
-Exit code 0: nothing found, which does not mean CONFORMANT. 1: found. 2: interrupted. 5: nothing ran.""",
+Exit code 0: nothing found; whether the backend conforms, only `run` says. 1: found. 2: interrupted. 5: nothing ran.""",
 )
 @click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
 @click.option("--minutes", type=Minutes(), default=5.0, show_default=True, metavar="N", help="How long to search.")
@@ -173,13 +173,11 @@ class _Diary:
 def _verdict(runs: int, found: Sequence[Found], results: Sequence[CaseResult], interrupted: bool) -> str:
     ours = sum(result.of_the_kit for result in results)
     if ours:
-        return f"KIT ERROR: the kit itself failed in {ours} of {runs} random case-runs"
-    kinds = f"{len(found)} kind{'s' if len(found) != 1 else ''} of failure"
-    words = f"FOUND: {kinds}" if found else "NOTHING FOUND"
-    stopped = "INTERRUPTED; " if interrupted else ""
-    return f"{stopped}{words} in {runs} random case-runs" + (
-        "" if found else "; this does not mean CONFORMANT: see run"
-    )
+        return f"the kit itself failed in {ours} of {runs} random case-runs"
+    words = f"{len(found)} kind{'s' if len(found) != 1 else ''} of failure" if found else "no failure"
+    stopped = ", until the search was interrupted" if interrupted else ""
+    hint = "" if found else "; whether the backend conforms, `attn-testkit run` says"
+    return f"found {words} in {runs} random case-runs{stopped}{hint}"
 
 
 def _search(wanted: _Wanted, judge: OneByOne, diary: _Diary) -> int:

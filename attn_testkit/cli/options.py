@@ -12,6 +12,7 @@ import click
 from ..registry import UsageError, unknown
 from ..results.failure_text import program
 from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
+from .backend_file import spec_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,6 +101,7 @@ def selection_options(command: F) -> F:
 
 def request_from(values: dict[str, Any]) -> Request:
     """Take the shared options out of a command's values."""
+    values["backends"] = tuple(map(spec_of, values["backends"]))
     names = ("backends", "modes", "executions", "tier", "device", "seed", "cases")
     return Request(**{name: values.pop(name) for name in names}, command=command_line())
 

@@ -7,12 +7,14 @@ import click
 from ..registry import UsageError
 from ..reports.record import read_report, write_text
 from ..reports.shards import read_runs
+from .show import echo_header, print_summary
 
 
 @click.command(
     short_help="Turn results files into a page or a summary.",
     epilog="""\b
 Examples:
+  attn-testkit report out.json
   attn-testkit report out.json --html out.html
   attn-testkit report shard-*.json --html out.html
   attn-testkit report out.json --html out.html --history nights/
@@ -30,7 +32,8 @@ Examples:
 def report(
     files: tuple[str, ...], html_file: str | None, markdown: bool, previous: str | None, history: str | None
 ) -> int:
-    """Turn the results file of a run (run --json, or pytest --attn-report) into a page or a summary.
+    """Turn the results file of a run (run --json, or pytest --attn-report) into a page or a summary. Without an
+    option it prints what the run printed at its end.
 
     The shards of a run are merged. Several runs, such as those of two architectures, get a summary each.
     Earlier nights count if they have the same tier and ran on the same kind of device, real or emulated.
@@ -38,9 +41,18 @@ def report(
     from ..reports.history import read_history
     from ..reports.render import html_page, markdown_summary
 
-    if not html_file and not markdown:
-        raise UsageError("no kind of report is named; give --html OUT or --markdown")
     runs = read_runs(files)
+    if not html_file and not markdown:
+        for loaded in runs:
+            echo_header(loaded.header)
+            print_summary(
+                loaded.header,
+                loaded.results,
+                problems=loaded.problems,
+                interrupted=loaded.interrupted,
+                code=loaded.exit_code if loaded.exit_code is not None else 1,
+            )
+        return 0
     if html_file and len(runs) > 1:
         raise UsageError(f"the files are of {len(runs)} runs, and a page is of one: give those of one run")
     for loaded in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import sys
@@ -17,12 +18,13 @@ import click
 
 from ..registry import UsageError
 from ..reports.junit import junit_xml, unfinished_xml
+from ..reports.outcome import outcome_of
 from ..reports.record import Record, Report, read_report, write_text
 from ..reports.verdict import refuse_another_run
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.names import NO_CASE
 from ..results.run_header import CUT
-from ..running.planning.request import DIAGNOSE, Options, Prepared, Request, final_code, prepare
+from ..running.planning.request import DIAGNOSE, DIAGNOSE_SECONDS, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
 from .choosing import choose, echo_durations, echo_items, pytest_options
@@ -37,9 +39,9 @@ from .show import Watch, echo_header, print_summary
     short_help="Test backends in every mode they declare.",
     epilog="""\b
 Examples:
-  attn-testkit run --backend triton --device cpu
   attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 -k "decode and graph" --html out.html""",
 )
+@click.argument("files", nargs=-1, metavar="[FILE.py]...")
 @selection_options
 @pytest_options
 @click.option(
@@ -47,7 +49,7 @@ Examples:
     help="Only the cases in a file, one per line.",
 )  # fmt: skip
 @click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML file of failures to tolerate.")
-@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
+@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results; -: one line on stdout.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
@@ -75,17 +77,39 @@ Examples:
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
 @click.option("--diagnose", type=click.Choice(DIAGNOSE), default="first", help="Failures to explain; default: first.")
+@click.option(
+    "--diagnose-seconds", type=Seconds("diagnose-seconds"), default=DIAGNOSE_SECONDS, show_default=True, metavar="S",
+    help="Time limit of one diagnosis.",
+)  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
-    """Test one or more backends in every mode they declare, in child processes."""
+    """Test backends, or the only one in FILE.py, in every mode they declare."""
+    files = values.pop("files")
+    for name in files:
+        if not name.endswith(".py"):
+            raise UsageError(f"Got unexpected extra argument ({name}); a backend is named with --backend {name}")
+    values["backends"] = (*files, *values["backends"])
     request = replace(request_from(values), counts_tier=True)
     if values["cases_from"]:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
         request = replace(request, cases=cases, cases_from=values["cases_from"])
     _refuse_clashes(values)
-    with terminated_like_interrupted():
+    with terminated_like_interrupted(), _for_programs(values):
         return _run(request, values)
+
+
+@contextlib.contextmanager
+def _for_programs(values: dict[str, Any]) -> Iterator[None]:
+    """Print one line on stdout, at the end, and everything else on stderr, if ``--json -`` asks for it."""
+    if values["json_file"] != "-":
+        yield
+        return
+    stdout, values["json_file"], values["reports"] = sys.stdout, None, []
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+    for report in values["reports"]:
+        print(json.dumps(outcome_of(report)), file=stdout)
 
 
 def _cases_from(name: str) -> tuple[str, ...]:
@@ -122,6 +146,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         in_process=values["in_process"],
         budget_s=values["budget"],
         diagnose=values["diagnose"],
+        diagnose_s=values["diagnose_seconds"],
     )
     earlier = {name: read_report(name) for name in values["rest_of"]}
     if values["budget"]:
@@ -246,6 +271,7 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
         code = 3
     keep_failed(results)
     report = Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems))
+    values.get("reports", []).append(report)
     if values["durations"] is not None:
         echo_durations(prepared, results, values["durations"])
     print_summary(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -14,14 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..reports.outcome import FailureTexts, failure_lines, verdict
-from ..reports.tally import rows, text_table
-from ..results.case_result import BAD, RAN, CaseResult, Status
+from ..reports.annotations import annotation_lines
+from ..reports.outcome import FailureTexts, failure_lines
+from ..reports.tally import WORDS, cells, text_table
+from ..reports.verdict import conclude, next_lines, not_tried_lines
+from ..results.case_result import BAD, RAN, CaseResult
 from ..results.names import FUZZ
 from ..results.remarks import (
     launch_lines,
     left_lines,
-    not_covered_lines,
     not_declared_lines,
     note_lines,
     printed_lines,
@@ -121,7 +123,7 @@ def print_summary(
     show_not_covered: bool = False,
 ) -> None:
     """Print the table, the remarks, and the verdict in one line."""
-    if results and sys.stdout.isatty():
+    if sys.stdout.isatty() and cells(results):
         out().print(_table(results))
     elif results:
         click.echo("\n".join(text_table(results)))
@@ -136,36 +138,34 @@ def print_summary(
     for line in [*repeated_lines(results), *printed_lines(results)]:
         click.echo(line)
     how = "" if show_not_covered else "--show-not-covered lists them"
-    for line in [*left_lines(header, results), *not_covered_lines(header.not_covered, how)]:
+    concluded = conclude(header, results, problems=problems, interrupted=interrupted)
+    for line in [*left_lines(header, results), *not_tried_lines(header, concluded, how)]:
         click.echo(line)
     for line in not_declared_lines(header.not_declared):
         click.echo(line)
     for line in launch_lines(header, results):
         click.echo(line)
-    text = verdict(header, results, problems=problems, interrupted=interrupted)
-    click.secho(text, bold=True, fg="green" if code == 0 else "red")
+    for line in annotation_lines(header, results, os.environ):
+        click.echo(line)
+    for line in next_lines(header, concluded, "--tier core"):
+        click.echo(line)
+    click.secho(str(concluded), bold=True, fg="green" if code == 0 else "red")
 
 
 def _table(results: Sequence[CaseResult]) -> Table:
+    heading, *lines = cells(results)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    groups = rows(results)
-    used = [status for status in Status if any(row.counts.get(status) for row in groups)]
-    for name in ("backend", "mode", "execution"):
-        table.add_column(name, no_wrap=name != "backend", overflow="fold")
-    for status in used:
-        table.add_column(status.value, justify="right")
-    table.add_column("margin", justify="right")
-    diagnosed = any(row.diagnosis for row in groups)
-    for name in ("seconds", *(["diagnosis"] if diagnosed else [])):
-        table.add_column(name, justify="right")
-    table.add_column("ran on", overflow="fold")
-    for row in groups:
-        counts = [Text(str(row.counts.get(s, "")), style="red" if s in BAD else "") for s in used]
-        margin = "" if row.margin is None else f"{row.margin:.2f}"
-        spent = [row.seconds, *([row.diagnosis] if diagnosed else [])]
-        seconds = [f"{each:.1f}" if row.counts else "" for each in spent]
-        place = Text(
-            "; ".join(filter(None, (row.ran_on, row.note))), style="yellow" if "emulated" in row.ran_on else ""
+    for name in heading:
+        words = name in WORDS
+        table.add_column(
+            name, justify="left" if words else "right", no_wrap=name in ("mode", "execution"), overflow="fold"
         )
-        table.add_row(Text(row.backend), row.mode, row.execution, *counts, margin, *seconds, place)
+    for line in lines:
+        table.add_row(*(Text(cell, style=_style(name, cell)) for name, cell in zip(heading, line, strict=True)))
     return table
+
+
+def _style(heading: str, cell: str) -> str:
+    if heading in BAD:
+        return "red"
+    return "yellow" if heading == "ran on" and "emulated" in cell else ""

@@ -28,12 +28,14 @@ __all__ = [
     "DTYPES",
     "FAMILIES",
     "FP8_PRODUCTS",
+    "GUESSED",
     "KV_DTYPES",
     "MATMUL_DTYPES",
     "MOVED",
     "Q_SCALES",
     "Capabilities",
     "Unsupported",
+    "unwritten",
 ]
 
 FAMILIES = tuple(HEAD_LAYOUTS)
@@ -49,6 +51,10 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
 
 class Unsupported(Exception):
     """Raised by a backend's constructor for a context that it does not declare. Never return numbers instead."""
+
+
+GUESSED = ("families", "gqa_ratios", "head_dims", "dtypes", "page_sizes", "max_context_len")
+"""Capabilities whose defaults are guesses: a backend that takes more and does not write it is tried in less."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +247,15 @@ class Capabilities(Declared):
         raise AttributeError(f"Capabilities has no {name!r}{moved}")
 
     def __post_init__(self) -> None:
+        # A default is one object, which a value that somebody writes is not, even if it equals the default.
+        left = {name: getattr(Capabilities, name) for name in GUESSED}
+        left = {name: default for name, default in left.items() if getattr(self, name) is default}
+        self._check()
+        for name, default in left.items():
+            self._set(name, default)
+        self._set("_unwritten", frozenset(left))
+
+    def _check(self) -> None:
         spelled("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
         spelled("q_scale", self.q_scale, Q_SCALES)
         spelled("fp32_products", self.fp32_products, FP32_PRODUCTS)
@@ -512,3 +527,9 @@ def _value(value: object) -> str:
         words = sorted(repr(getattr(each, "value", each)) for each in value)
         return f"{{{', '.join(words)}}}" if words else "()"
     return repr(value)
+
+
+def unwritten(declared: Capabilities) -> frozenset[str]:
+    """The names in ``GUESSED`` that the author did not write. A value that equals the default is written, too."""
+    found: frozenset[str] = declared._unwritten
+    return found

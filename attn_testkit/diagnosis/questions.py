@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from .hints import Evidence, hints
 from .launch_grids import programs_of_nobody
 from .misrouted_rows import find_misrouted
 from .moved_columns import moved_columns
-from .rerun import Rerunner
+from .rerun import Rerunner, TimeUp
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,20 @@ def ask(asked: Asked) -> Asked:
     family = family_of(asked.evidence.schedule.case)
     evidence = asked.evidence
     if asked.rerunner is not None and not evidence.comparison.right:
-        nobody = programs_of_nobody(asked.rerunner, evidence.schedule, evidence.step, in_graph=asked.in_graph)
+        nobody = ""
+        with contextlib.suppress(TimeUp):
+            nobody = programs_of_nobody(asked.rerunner, evidence.schedule, evidence.step, in_graph=asked.in_graph)
         if nobody:
             # An experiment has shown it: whatever rows hold or attended to follows from that.
             return replace(asked, texts=(*asked.texts, nobody))
-    found = _supposed(evidence) or _supposed_of_slots(asked)
+    found = _supposed(evidence)
+    with contextlib.suppress(TimeUp):
+        found = found or _supposed_of_slots(asked)
     asked = replace(asked, texts=(*asked.texts, *found))
     for question, put in _PUT.items():
         if question in family.questions:
-            asked = put(asked)
+            with contextlib.suppress(TimeUp):
+                asked = put(asked)
     return asked
 
 

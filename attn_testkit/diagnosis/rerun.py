@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Set
 
 from ..cases.case import Case
@@ -17,6 +18,10 @@ POISON, OTHER_FILL, CLEAR = 0xFF, 0xBC, 0x00
 """Bytes of uninitialized memory: NaN; a small number whose bits change when it is rounded to another dtype; zeros."""
 
 
+class TimeUp(Exception):
+    """The time of a diagnosis is up, so nothing more is run for it."""
+
+
 class Rerunner:
     """Re-runs of one backend, each on a fresh instance. A run that raises, crashes or hangs counts as wrong."""
 
@@ -26,7 +31,14 @@ class Rerunner:
         environment: Environment,
         eager_modes: Set[ForwardMode] = frozenset(ForwardMode),
         declared: Callable[[Case], bool] = lambda case: True,
+        seconds: float | None = None,
     ) -> None:
+        """``seconds``: the time of the diagnosis, which begins now. None: it may take as long as it needs."""
+        self._until = None if seconds is None else time.monotonic() + seconds
+        self.may_be_cut = False
+        """True as soon as the check is known that fails: only the search for its cause may be cut."""
+        self.was_cut = False
+        """True if a run was refused because the time was up."""
         self._drive, self.environment, self._eager_modes = drive, environment, eager_modes
         self.grids: set[tuple[str, tuple[int, ...]]] = set()
         """Kernel and grid of the emulated Triton launches of all runs so far."""
@@ -114,6 +126,9 @@ class Rerunner:
 
     def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[RunRecord, list[Observation]] | None:
         """Replace the copies of steps that were sent by the judge's own steps: answers are found by identity."""
+        if self.may_be_cut and self._until is not None and time.monotonic() > self._until:
+            self.was_cut = True
+            raise TimeUp
         run_record = self._drive(request)
         self.last_grids = run_record.grids
         self.grids.update(run_record.grids)

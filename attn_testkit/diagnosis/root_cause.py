@@ -20,6 +20,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ from .changed_case import ChangedCases
 from .figures import error_map, key_map
 from .hints import Evidence
 from .questions import Asked, ask
-from .rerun import CLEAR, OTHER_FILL, Rerunner
+from .rerun import CLEAR, OTHER_FILL, Rerunner, TimeUp
 
 
 def name_check(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
@@ -57,9 +58,11 @@ def explain_numeric(
     comparison = Comparison(observed, expect(schedule, observed.step))
     blamed = _blamed(rerunner, finding, schedule, observed)
     check, why, eager, in_graph = blamed.check, blamed.why, blamed.eager, blamed.in_graph
+    rerunner.may_be_cut = True
     if blamed.in_eager:
-        why = why or _not_every_time(rerunner, schedule, observed, eager)
-        why = why or _with_clear_memory(rerunner, schedule, observed, eager)
+        with contextlib.suppress(TimeUp):
+            why = why or _not_every_time(rerunner, schedule, observed, eager)
+            why = why or _with_clear_memory(rerunner, schedule, observed, eager)
     wrong_in_eager = rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
     by_itself = check in ("buckets-independent", "steps-independent")
     evidence = Evidence(

@@ -58,7 +58,8 @@ def author_spot(skip: int = 0) -> Spot | Site:
     frame = sys._getframe(1 + skip)
     while frame is not None:
         code = frame.f_code
-        if not _is_machinery(code.co_filename):
+        # A wrapper around the author's calls hides itself as it does from pytest's tracebacks.
+        if not _is_machinery(code.co_filename) and "__tracebackhide__" not in code.co_varnames:
             return code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
     return UNKNOWN

@@ -12,7 +12,9 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.junitxml import xml_key
 
+from ..reports.junit import VERDICT_PROPERTY
 from ..results.case_result import Status
 from ..running.planning.request import param_id
 from ..running.processes.gpus import visible_gpus
@@ -50,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         timeout_s=config.option.attn_timeout,
         budget_s=config.option.attn_budget,
         diagnose=config.option.attn_diagnose,
+        diagnose_s=config.option.attn_diagnose_seconds,
         show_not_covered=config.option.attn_show_not_covered,
         collects_only=config.option.collectonly,
         named=bool(config.option.attn_backend or config.option.attn_report),
@@ -159,7 +162,7 @@ def attn_case(request: pytest.FixtureRequest) -> CaseRun:
 @pytest.fixture
 def attn_check(request: pytest.FixtureRequest) -> Check:
     """Return a callable, ``attn_check(backend, ...)``, that fails the test unless the backend conforms."""
-    return Check(request.config.stash[OWN_TESTS], request.path.parent)
+    return Check(request.config.stash[OWN_TESTS], (request.path.parent, request.config.rootpath))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -185,6 +188,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.config.workeroutput |= {"attn_seen": own.seen, "attn_in_shard": own.in_shard}  # type: ignore[attr-defined]
     else:
         session.exitstatus = stash[OWN_SESSION].finish(stash[SESSION].finish(int(exitstatus)))
+        junit = stash.get(xml_key, None)
+        if junit is not None and (verdict := stash[SESSION].verdict()):
+            junit.add_global_property(VERDICT_PROPERTY, verdict)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -11,7 +11,16 @@ import pytest
 
 from ..registry import UsageError, unknown
 from ..reports.shards import Shard, requested_shard
-from ..running.planning.request import DIAGNOSE, EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
+from ..running.planning.request import (
+    DIAGNOSE,
+    DIAGNOSE_SECONDS,
+    EXECUTIONS,
+    MODES,
+    TIERS,
+    Request,
+    checked_device,
+    checked_seconds,
+)
 
 T = TypeVar("T")
 
@@ -84,6 +93,10 @@ def _add_conduct(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--attn-diagnose", type=_word("diagnose", DIAGNOSE), default="first", metavar="WHICH", dest="attn_diagnose",
         help="Look for the cause of the first failure of a kind (default), of all failures, or of none.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-diagnose-seconds", type=_diagnose_seconds, default=DIAGNOSE_SECONDS, metavar="S",
+        dest="attn_diagnose_seconds", help="Time limit of the diagnosis of one case-run (default 20).",
     )  # fmt: skip
     group.addoption(
         "--attn-show-not-covered", action="store_true", dest="attn_show_not_covered",
@@ -210,6 +223,10 @@ def _seconds(value: str, what: str = "timeout") -> float:
         raise pytest.UsageError(str(error)) from None
     except ValueError:
         raise pytest.UsageError(f"{what} is {value!r}; expected seconds, such as 300") from None
+
+
+def _diagnose_seconds(value: str) -> float:
+    return _seconds(value, "diagnose-seconds")
 
 
 def _budget(value: str) -> float:

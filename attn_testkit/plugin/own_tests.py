@@ -67,7 +67,7 @@ def conformance_cases(
     Calling ``attn_case`` runs the case-run and fails, xfails (a known failure) or skips (not runnable here) the test;
     a test that does not call it fails. It has ``backend``, ``mode``, ``execution`` and ``case``. The backend runs in
     its own process; pytest never imports a spec. If no case-run can run, one test fails with the reason. Arguments are
-    those of ``check_backend``; ``known_failures`` is relative to the file of the test.
+    those of ``check_backend``; ``known_failures`` is looked for next to the file of the test and in pytest's root.
 
     Raises ``UsageError``. An error that only planning can find, such as a backend that cannot be imported, is reported
     when the test is collected.
@@ -119,11 +119,18 @@ def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
     try:
         wanted = _of_mark(mark)
         if wanted.known:
-            wanted = replace(wanted, known=metafunc.definition.path.parent / wanted.known)
+            folders = (metafunc.definition.path.parent, metafunc.config.rootpath)
+            wanted = replace(wanted, known=_found(wanted.known, folders))
         params = list(_params(own, wanted))
     except (UsageError, JudgeError) as error:
         raise pytest.fail.Exception(f"attn-testkit: {error}", pytrace=False) from None
     metafunc.parametrize(FIXTURE, params, ids=[param.id for param in params], indirect=True)
+
+
+def _found(known: Path, folders: Sequence[Path]) -> Path:
+    """The file of known failures in the first folder that has it; if none has it, its place in the first folder."""
+    places = [folder / known for folder in folders]
+    return next((place for place in places if place.exists()), places[0])
 
 
 def _params(own: OwnTests, wanted: Wanted) -> Iterator[Param]:
@@ -266,8 +273,9 @@ class CaseRun:
 class Check:
     """The fixture ``attn_check``: it tests a backend inside a test, in processes that all tests share."""
 
-    def __init__(self, own: OwnTests, folder: Path) -> None:
-        self._own, self._folder = own, folder
+    def __init__(self, own: OwnTests, folders: Sequence[Path]) -> None:
+        """``folders``: those in which a file of known failures is looked for, in their order."""
+        self._own, self._folders = own, folders
 
     def __call__(self, *backends: str | type[Any], **given: Any) -> Results:
         """Check backends; arguments are those of ``conformance_cases``.
@@ -279,7 +287,7 @@ class Check:
         try:
             wanted = _wanted(*backends, **given)
             if wanted.known:
-                wanted = replace(wanted, known=self._folder / wanted.known)
+                wanted = replace(wanted, known=_found(wanted.known, self._folders))
             results = self._own.check(wanted)
         except (UsageError, JudgeError) as error:
             # Only the test's own line of the traceback is of use, not those of the kit.

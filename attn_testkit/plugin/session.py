@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -12,17 +13,17 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
-from ..reports.outcome import failure_lines, verdict
+from ..reports.annotations import annotation_lines
+from ..reports.outcome import failure_lines
 from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
-from ..reports.verdict import narrowed
+from ..reports.verdict import conclude, narrowed, next_lines, not_tried_lines
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.failure_text import format_failure
 from ..results.remarks import (
     launch_lines,
     left_lines,
-    not_covered_lines,
     not_declared_lines,
     note_lines,
     printed_lines,
@@ -30,6 +31,7 @@ from ..results.remarks import (
 )
 from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
+    DIAGNOSE_SECONDS,
     Diagnose,
     Item,
     Judge,
@@ -94,6 +96,7 @@ class Session:
     """Node id -> what it runs, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
     diagnose: Diagnose = "first"
+    diagnose_s: float = DIAGNOSE_SECONDS
     show_not_covered: bool = False
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -130,7 +133,9 @@ class Session:
     def judge(self) -> Judge:
         """The judge's process, started on first use."""
         if self._judge is None:
-            options = Options(timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose)
+            options = Options(
+                timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose, diagnose_s=self.diagnose_s
+            )
             self._judge = JudgeProcess(options, self.request.device, place=self.judge_place)
         return self._judge
 
@@ -269,18 +274,28 @@ class Session:
         for line in [*repeated_lines(self.results), *printed_lines(self.results)]:
             terminal.line(line)
         how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
-        for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered, how)]:
+        concluded = conclude(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
+        for line in [*left_lines(self.header, self.results), *not_tried_lines(self.header, concluded, how)]:
             terminal.line(line)
         for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)
         for line in launch_lines(self.header, self.results):
             terminal.line(line)
-        text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
-        terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
+        for line in annotation_lines(self.header, self.results, os.environ):
+            terminal.line(line)
+        for line in next_lines(self.header, concluded, "--attn-tier core"):
+            terminal.line(line)
+        terminal.line(str(concluded), bold=True, green=self.code == 0, red=self.code != 0)
         if self.report:
             terminal.line(f"report: {self.report}")
         if self._not_recorded:
             terminal.line(f"the results file is incomplete: {self._not_recorded}", red=True)
+
+    def verdict(self) -> str:
+        """The verdict in one line; empty if no test of the suite was collected."""
+        if self.header is None:
+            return ""
+        return str(conclude(self.header, self.results, problems=self.problems, interrupted=self.interrupted))
 
     def close(self) -> None:
         """End the judge. If the session broke off, leave the results file as it is, readable and unfinished."""

@@ -1,7 +1,9 @@
 """Properties that the failing cases of a cause share and no passing case has, read from the words of case ids.
 
 Only case-runs of the same backend, in the modes and executions of the failures, are compared: what is not tried there
-says nothing. This module imports neither torch nor the cases: a page is made without them.
+says nothing. These cases do not show which of the properties is the cause if there are several, so all of them are
+named, in one phrase: a choice of them could leave out the true one. This module imports neither torch
+nor the cases: a page is made without them.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from ..results.names import MODES
 
 _FEWEST = 2
 """Fewest different failing cases, and passing ones, of which a difference is reported."""
-_MOST = 2
-"""Most properties that are named."""
 
 _WORDS = (
     (r"(mha|gqa|mqa|mla)\d+(?:x\d+)?", "heads {0}"),
@@ -34,15 +34,15 @@ _WORDS = (
 )
 """Pairs of a word of an id, and its property in words. A word that is not here is named as it is."""
 _ANY = (
-    (r"w\d+(?:one|same)?", "a sliding window"),
-    (r"cap[\d.]+", "a soft cap"),
-    (r"sink", "sinks"),
-    (r"kvfp8\w+", "an FP8 KV pool"),
-    (r"lse\w+", "KV splits"),
-    (r"layers\w+", "layers that differ"),
-    (r"t[\d.]+(?:x\d+)*[\d.x]*", "a draft tree"),
+    (r"w\d+(?:one|same)?", "a sliding window", "window"),
+    (r"cap[\d.]+", "a soft cap", "soft cap"),
+    (r"sink", "sinks", ""),
+    (r"kvfp8\w+", "an FP8 KV pool", "KV pool of"),
+    (r"lse\w+", "KV splits", ""),
+    (r"layers\w+", "layers that differ", ""),
+    (r"t[\d.]+(?:x\d+)*[\d.x]*", "a draft tree", ""),
 )
-"""Pairs of a word of an id, and the property that it has whatever its number."""
+"""Word of an id, the property that it has whatever its number, and the kind of property with its number."""
 _UNNAMED = re.compile(r"[knb][\d.x]+\w*|chain\d+|s\d+")
 """Words that are compared by their numbers, or not at all."""
 
@@ -59,39 +59,49 @@ def in_common(failed: Sequence[CaseResult], results: Iterable[CaseResult]) -> st
     good -= other
     if len(bad) < _FEWEST or len(good) < _FEWEST:
         return ""
-    ours, theirs = [dict(_properties(case)) for case in sorted(bad)], [dict(_properties(case)) for case in sorted(good)]
+    ours, theirs = (
+        [dict(properties_of(case)) for case in sorted(bad)],
+        [dict(properties_of(case)) for case in sorted(good)],
+    )
     shared = [
         (kind, value)
         for kind, value in ours[0].items()
         if all(each.get(kind) == value for each in ours) and all(each.get(kind) != value for each in theirs)
     ]
-    found = [_named(kind, value, [each[kind] for each in theirs if kind in each]) for kind, value in shared]
+    general = {kind for kind, _ in shared}
+    # ``a sliding window`` says more than ``window 4`` if no passing case has a window at all.
+    needless = {kind for _, what, kind in _ANY if what in general}
+    shared = [(kind, value) for kind, value in shared if kind not in needless]
+    passing = [_passing(kind, [each[kind] for each in theirs if kind in each]) for kind, _ in shared]
+    found = [kind if value == "yes" else value for kind, value in shared]
     for number, (words, more) in _NUMBERS.items():
-        least = min(_numbers(case)[number] for case in bad)
-        most = max(_numbers(case)[number] for case in good)
+        least = min(numbers_of(case)[number] for case in bad)
+        most = max(numbers_of(case)[number] for case in good)
         if least > most:
-            found.append(f"{words} {least}{more}; all cases with up to {most} pass")
-    return "; ".join(found[:_MOST])
+            found.append(f"{words} {least}{more}")
+            passing.append(f"all cases with up to {most} pass")
+    if len(found) > 1:
+        return f"{', '.join(found)} (always together here; minimize tells them apart); all cases without them pass"
+    return "; ".join((*found, *passing))
 
 
 _NUMBERS = {
     "keys": ("a request of at least", " KV tokens before the step"),
     "requests": ("at least", " requests"),
 }
-"""Number of a case -> how a failing case has it, before and behind the number."""
+"""Number of a case -> the words before and after the number of a failing case."""
 
 
-def _named(kind: str, value: str, others: Sequence[str]) -> str:
-    if value == "yes":
-        return f"{kind}; all cases without pass"
+def _passing(kind: str, others: Sequence[str]) -> str:
+    """The passing cases in words. ``others``: what they have instead of the property, if they have one of its kind."""
     passing = sorted(set(others), key=lambda word: (len(word), word))
     prefix = kind.split(" of ")[0]
     values = ", ".join(word.removeprefix(prefix).strip() for word in passing)
-    return f"{value}; all cases of {prefix} {values} pass" if values else f"{value}; all cases without pass"
+    return f"all cases of {prefix} {values} pass" if values else "all cases without it pass"
 
 
 @lru_cache(maxsize=4096)
-def _properties(case: str) -> tuple[tuple[str, str], ...]:
+def properties_of(case: str) -> tuple[tuple[str, str], ...]:
     """Pairs of a kind of property and the property in words, in the order of the id."""
     words = _words(case)
     found: list[tuple[str, str]] = []
@@ -102,20 +112,19 @@ def _properties(case: str) -> tuple[tuple[str, str], ...]:
                 found.append((text.partition(" {")[0], phrase))
                 break
         else:
-            if not _UNNAMED.fullmatch(word) and not any(re.fullmatch(pattern, word) for pattern, _ in _ANY):
+            if not _UNNAMED.fullmatch(word) and not any(re.fullmatch(pattern, word) for pattern, _, _ in _ANY):
                 found.append((f"`{word}`", "yes"))
-    # ``a sliding window`` comes before ``window 4``, where both are shared: it says more.
-    general = [(what, "yes") for pattern, what in _ANY if any(re.fullmatch(pattern, word) for word in words)]
+    general = [(what, "yes") for pattern, what, _ in _ANY if any(re.fullmatch(pattern, word) for word in words)]
     return (*general, *found)
 
 
 @lru_cache(maxsize=4096)
-def _numbers(case: str) -> dict[str, int]:
-    """The longest request in KV tokens before the step, and the number of requests."""
+def numbers_of(case: str) -> dict[str, int]:
+    """The longest and the shortest request in KV tokens before the step, and the number of requests."""
     keys = next((word[1:] for word in _words(case) if re.fullmatch(r"k\d+(?:x\d+)?(?:\.\d+(?:x\d+)?)*", word)), "0")
     lengths = [int(each.partition("x")[0]) for each in keys.split(".")]
     count = sum(int(each.partition("x")[2] or 1) for each in keys.split("."))
-    return {"keys": max(lengths), "requests": count}
+    return {"keys": max(lengths), "fewest": min(lengths), "requests": count}
 
 
 def _words(case: str) -> list[str]:

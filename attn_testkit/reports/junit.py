@@ -13,6 +13,7 @@ from ..results.failure_text import format_failure
 from ..results.run_header import RunHeader
 from .record import Report, plain
 from .tally import seconds_of
+from .verdict import conclude
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -41,7 +42,8 @@ def junit_xml(report: Report) -> str:
     cases += [_broken("known-failures", "failure", problem) for problem in report.problems]
     if report.interrupted:
         cases.append(_broken("interrupted", "error", "the run was interrupted: the results are those up to then"))
-    return _document(cases, report.header.started)
+    found = conclude(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
+    return _document(cases, report.header.started, str(found))
 
 
 def unfinished_xml(header: RunHeader) -> str:
@@ -75,13 +77,20 @@ def _broken(name: str, kind: str, message: str) -> ElementTree.Element:
     return case
 
 
-def _document(cases: Sequence[ElementTree.Element], started: str) -> str:
+VERDICT_PROPERTY = "attn_verdict"
+"""Name of the property of a test suite that has the verdict in one line."""
+
+
+def _document(cases: Sequence[ElementTree.Element], started: str, verdict: str = "") -> str:
     names = {"error": "errors", "failure": "failures", "skipped": "skipped"}
     counts = {name: str(sum(case.find(kind) is not None for case in cases)) for kind, name in names.items()}
     seconds = sum(float(case.attrib["time"]) for case in cases)
     root = ElementTree.Element("testsuites", name="attn-testkit")
     about = {"tests": str(len(cases)), "time": f"{seconds:.3f}", "timestamp": started, "hostname": platform.node()}
     suite = ElementTree.SubElement(root, "testsuite", {"name": "attn-testkit", **counts, **about})
+    if verdict:
+        listed = ElementTree.SubElement(suite, "properties")
+        ElementTree.SubElement(listed, "property", name=VERDICT_PROPERTY, value=_readable(verdict))
     suite.extend(cases)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 

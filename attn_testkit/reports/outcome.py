@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure, repro_command
-from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines
+from ..results.remarks import launch_lines, left_lines, not_declared_lines
 from ..results.run_header import RunHeader
-from .grouping import Causes, group_failures
+from .grouping import Causes, Group, group_failures
 from .in_common import in_common
-from .verdict import Verdict, conclude
+from .record import Report
+from .verdict import Verdict, conclude, next_lines, not_tried_lines
 from .verdict import verdict as verdict
 
 
@@ -38,7 +40,8 @@ def failure_lines(header: RunHeader | None, results: Sequence[CaseResult], more:
     ``more``: the options that show more than the first failure of each cause.
     """
     bad = [result for result in results if result.case and result.status in BAD]
-    groups = group_failures(bad)
+    # The cause of the failure that was printed first comes first: that is the simplest case. Then the largest.
+    groups = sorted(group_failures(bad), key=lambda group: bad[0] not in group.results)
     if not groups:
         return []
     several = len({result.backend for result in results}) > 1
@@ -52,7 +55,40 @@ def failure_lines(header: RunHeader | None, results: Sequence[CaseResult], more:
             lines.append(f"     in common: {shared}")
     if len(groups) > MOST_CAUSES:
         lines.append(f"  and {len(groups) - MOST_CAUSES} more causes")
-    return [*lines, f"start here: {repro_command(groups[0].results[0], header)}"]
+    return [*lines, f"start here: {repro_command(bad[0], header)}"]
+
+
+def outcome_of(report: Report) -> dict[str, Any]:
+    """The outcome of a run for a program, as ``run --json -`` prints it: the verdict, and the first failure of each
+    cause with what to do next.
+    """
+    bad = [result for result in report.results if result.case and result.status in BAD]
+    found = conclude(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
+    return {
+        "verdict": str(found),
+        "word": found.word,
+        "exit_code": report.exit_code,
+        "counts": dict(Counter(result.status.value for result in report.results if result.case)),
+        "problems": list(report.problems),
+        "causes": [_for_a_program(group, report) for group in group_failures(bad)],
+    }
+
+
+def _for_a_program(group: Group, report: Report) -> dict[str, Any]:
+    first = group.results[0]
+    finding = first.findings[0] if first.findings else None
+    return {
+        "cause": group.cause,
+        "check": group.check,
+        "case_runs": len(group.results),
+        "case": first.case,
+        "execution": first.execution,
+        "headline": finding.headline if finding else first.reason,
+        "where": finding.where if finding else "",
+        "hint": finding.hint if finding else "",
+        "in_common": in_common(group.results, report.results),
+        "repro": repro_command(first, report.header),
+    }
 
 
 MOST_CAUSES = 10
@@ -135,9 +171,10 @@ class Results(Sequence[CaseResult]):
                 (
                     self.texts,
                     *left_lines(self.header, self.rows),
-                    *not_covered_lines(self.header.not_covered, "header.not_covered lists them"),
+                    *not_tried_lines(self.header, self._concluded, "header.not_covered lists them"),
                     *not_declared_lines(self.header.not_declared),
                     *launch_lines(self.header, self.rows),
+                    *next_lines(self.header, self._concluded, 'tier="core"'),
                     self.verdict,
                 ),
             )

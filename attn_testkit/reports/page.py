@@ -24,6 +24,7 @@ from ..results.remarks import (
 )
 from .check_matrix import check_matrices
 from .compare import compare_reports
+from .covered import COLUMNS, covered
 from .grouping import Group, group_failures
 from .history import Age, History, Night, age_of, key_of, night_of
 from .in_common import in_common
@@ -180,7 +181,7 @@ def age_words(age: Age | None) -> str:
 def verdict_of(report: Report) -> str:
     """The verdict of a run in one line."""
     text = verdict(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
-    return text if report.finished or report.interrupted else f"UNFINISHED: the run was cut off; until then: {text}"
+    return text if report.finished or report.interrupted else f"INCOMPLETE: the run was cut off; until then: {text}"
 
 
 def page_model(report: Report, previous: Report | None, history: History) -> dict[str, Any]:
@@ -190,6 +191,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
     counts = Counter(result.status for result in runs)
     nights = (history.nights or ((night_of(previous),) if previous else ()))[-MOST_NIGHTS:]
     tally = rows(results)
+    good = report.exit_code == 0 and report.finished
     emulated = report.header.device == "emulated"
     found = cards(report, nights)
     known = [result for result in runs if result.status in (Status.KNOWN_FAILURE, Status.QUARANTINED)]
@@ -197,7 +199,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "report": report,
         "header": report.header,
         "verdict": verdict_of(report),
-        "good": report.exit_code == 0 and report.finished,
+        "good": good,
         "counts": [(status, counts[status]) for status in Status if counts[status]],
         "total": max(1, sum(counts.values())),
         "bad": sum(result.status in BAD for result in runs),
@@ -215,8 +217,10 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "known": [(result, issue_splits(result.reason)) for result in known[:MOST_LINES]],
         "known_more": max(0, len(known) - MOST_LINES),
         "margins": _margins(runs),
-        "tightest": _tightest(runs),
-        "slowest": sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
+        "tightest": [] if good else _tightest(runs),
+        "slowest": [] if good else sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
+        "covered": covered(runs) if good else [],
+        "covered_columns": COLUMNS,
         "matrices": check_matrices(runs),
         "rows": tally,
         "memory_rows": [row for row in tally if row.memory],

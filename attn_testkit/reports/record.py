@@ -17,6 +17,7 @@ from ..results.case_result import CaseResult, Status
 from ..results.finding import ErrorMap, Finding, KeyMap
 from ..results.run_header import RunHeader, Selection
 from .record_check import Digest, contradiction
+from .verdict import conclude
 
 FORMAT = "attn-testkit-report/1"
 """The format of a results file; its number grows if a reader of the old form would misread the new one."""
@@ -133,7 +134,8 @@ class Record:
     """
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:
-        self._path = Path(path)
+        self._path, self._header = Path(path), header
+        self._results: list[CaseResult] = []
         self._counts: Counter[str] = Counter()
         self._written = 0
         self._tail, self._end = b"", 0
@@ -150,6 +152,7 @@ class Record:
 
     def add(self, result: CaseResult) -> None:
         """Write one result."""
+        self._results.append(result)
         if result.case:
             self._counts[result.status.value] += 1
         values = {name: value for name, value in plain(asdict(result)).items() if value or name not in _OF_FAILURES}
@@ -160,7 +163,15 @@ class Record:
 
     def finish(self, exit_code: int, *, interrupted: bool = False, problems: Iterable[str] = ()) -> None:
         """Record how the run ended, and close the file."""
-        self._append(b"", finished=not interrupted, interrupted=interrupted, exit_code=exit_code, problems=problems)
+        found = conclude(self._header, self._results, problems=[*problems], interrupted=interrupted)
+        self._append(
+            b"",
+            finished=not interrupted,
+            interrupted=interrupted,
+            exit_code=exit_code,
+            problems=problems,
+            verdict=str(found),
+        )
         self._file.close()
 
     def close(self) -> None:
@@ -175,6 +186,7 @@ class Record:
         interrupted: bool = False,
         exit_code: int | None = None,
         problems: Iterable[str] = (),
+        verdict: str | None = None,
     ) -> None:
         # The tail is written with every result and overwritten by the next, so that the document can be read whatever
         # ends the run.
@@ -186,6 +198,7 @@ class Record:
             "interrupted": interrupted,
             "exit_code": exit_code,
             "finished": finished,
+            "verdict": verdict,
         }
         end["digest"] = self._digest.with_end(end)
         tail = b"\n ],\n " + json.dumps(end)[1:].encode() + b"\n"

@@ -17,8 +17,8 @@ from ..results.case_result import BAD, RAN, CaseResult, Status
 from ..results.run_header import RunHeader
 from .verdict import conclude
 
-END = ("counts", "problems", "interrupted", "exit_code", "finished")
-"""Fields of a results file that say how the run ended."""
+END = ("counts", "problems", "interrupted", "exit_code", "finished", "verdict")
+"""Fields of a results file that say how the run ended. Files of earlier versions lack the verdict."""
 
 
 class Digest:
@@ -37,7 +37,7 @@ class Digest:
     def with_end(self, end: Mapping[str, Any]) -> str:
         """The digest if the file ends here. The file may still grow."""
         whole = self._sha.copy()
-        whole.update(_canonical({name: end[name] for name in END}))
+        whole.update(_canonical({name: end[name] for name in END if name in end or name != "verdict"}))
         return f"sha256:{whole.hexdigest()}"
 
 
@@ -93,7 +93,9 @@ def _wrong_ending(data: Mapping[str, Any], header: RunHeader, results: Sequence[
         return f"says exit code 0, and {red} of its case-runs did not pass"
     # Another version of the kit may conclude otherwise.
     if "digest" in data and header.kit == importlib.metadata.version("attn-testkit"):
-        due = conclude(header, results, problems=data.get("problems", ()), interrupted=interrupted).code
-        if due != code:
-            return f"says exit code {code}, and its results make it {due}"
+        due = conclude(header, results, problems=data.get("problems", ()), interrupted=interrupted)
+        if due.code != code:
+            return f"says exit code {code}, and its results make it {due.code}"
+        if data.get("verdict", str(due)) != str(due):
+            return f"says {data['verdict']!r}, and its results make it {str(due)!r}"
     return ""

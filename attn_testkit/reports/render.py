@@ -9,12 +9,13 @@ from markupsafe import Markup, escape
 
 from ..results.failure_text import format_failure
 from ..results.names import EXECUTIONS, MODES
-from ..results.remarks import left_lines, not_covered_lines
+from ..results.remarks import left_lines
 from .embedded import embedded_runs
 from .history import History
 from .page import MOST_LINES, page_model
 from .plots import LEVELS, error_plot, keys_plot
 from .record import Report
+from .verdict import conclude, not_tried_lines
 
 MOST_IN_SUMMARY = 10
 """Number of causes that a summary shows with a failure in full."""
@@ -52,9 +53,10 @@ def markdown_summary(report: Report, previous: Report | None = None, history: Hi
         for card in model["all_cards"][:MOST_IN_SUMMARY]
     ]
     template = _environment(autoescape=False).get_template("report.md.j2")
+    found = conclude(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
     model["not_covered"] = [
         *left_lines(report.header, report.results),
-        *not_covered_lines(report.header.not_covered, "the page of `report --html` lists them"),
+        *not_tried_lines(report.header, found, "the page of `report --html` lists them"),
     ]
     return template.render(**model, causes=causes)
 

@@ -92,28 +92,64 @@ def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
     )
 
 
-def text_table(results: Iterable[CaseResult]) -> list[str]:
-    """The table as plain lines of text; what is not declared has none."""
-    results = list(results)
+def cells(results: Iterable[CaseResult]) -> list[list[str]]:
+    """The table as cells, its headings first; empty without results.
+
+    A column that would say the same in each row is left out: the backend of a run of one, and the emulation, which the
+    verdict names. So the table fits on a terminal and on a page.
+    """
     groups = rows(results)
+    if not groups:
+        return []
+    several = len({row.backend for row in groups}) > 1
+    # An eager case-run has no graph that could be emulated.
+    places = {row.ran_on.replace(", graph", "") for row in groups if row.ran_on}
+    placed = len(places) > 1 or "CUDA" in places
+    noted = any(row.note for row in groups)
     used = [status for status in Status if any(row.counts.get(status) for row in groups)]
     diagnosed = any(row.diagnosis for row in groups)
-    times = ["seconds", *(["diagnosis"] if diagnosed else [])]
-    grid = [["backend", "mode", "execution", *(s.value for s in used), "margin", *times, "ran on"]]
+    grid = [
+        [
+            *(["backend"] if several else []),
+            "mode",
+            "execution",
+            *(status.value for status in used),
+            "margin",
+            "seconds",
+            *(["diagnosis"] if diagnosed else []),
+            *(["ran on"] if placed else []),
+            *(["note"] if noted else []),
+        ]
+    ]
     for row in groups:
-        margin = "" if row.margin is None else f"{row.margin:.2f}"
         spent = [row.seconds, *([row.diagnosis] if diagnosed else [])]
-        seconds = [f"{each:.1f}" if row.counts else "" for each in spent]
-        place = "; ".join(filter(None, (row.ran_on, row.note)))
-        counts = [str(row.counts.get(s, "")) for s in used]
-        grid.append([row.backend, row.mode, row.execution, *counts, margin, *seconds, place])
+        grid.append(
+            [
+                *([row.backend] if several else []),
+                row.mode,
+                row.execution,
+                *(str(row.counts.get(status, "")) for status in used),
+                "" if row.margin is None else f"{row.margin:.2f}",
+                *(f"{each:.1f}" if row.counts else "" for each in spent),
+                *([row.ran_on] if placed else []),
+                *([row.note] if noted else []),
+            ]
+        )
+    return grid
+
+
+WORDS = ("backend", "mode", "execution", "ran on", "note")
+"""Columns of the table that hold words and not numbers."""
+
+
+def text_table(results: Iterable[CaseResult]) -> list[str]:
+    """The table as plain lines of text."""
+    grid = cells(results)
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    numbers = range(3, 4 + len(used) + len(times))
-    table = [
+    return [
         "  ".join(
-            cell.rjust(width) if index in numbers else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if heading in WORDS else cell.rjust(width)
+            for heading, cell, width in zip(grid[0], line, widths, strict=True)
         ).rstrip()
         for line in grid
     ]
-    return table if groups else []

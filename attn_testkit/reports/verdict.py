@@ -1,7 +1,8 @@
 """The verdict on a run: its word, its line, and the exit code that follows from it.
 
-``CONFORMANT`` is reserved for everything that a tier plans for everything that is declared. A run that takes a part of
+``CONFORMANT (TIER)`` is reserved for everything that a tier plans for everything that is declared. A run of a part of
 it is ``PARTIAL``, whatever selected the part, and one of several machines that share a run is ``SHARD K/N``.
+Random cases have no verdict, and their line no word.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from ..registry import UsageError
 from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
 from ..results.names import EXECUTIONS, FUZZ, MODES
+from ..results.remarks import not_covered_lines
 from ..results.run_header import CUT, RunHeader, Selection, exit_code
 
 
@@ -22,14 +24,19 @@ class Verdict:
     """The conclusion of a run about its backends."""
 
     word: str
-    """``CONFORMANT``, ``PARTIAL``, ``SHARD K/N``, ``NOT CONFORMANT``, ``INCOMPLETE``, ``CUT SHORT``, ``NOT ACCEPTED``,
-    ``NOTHING RAN``, ``INTERRUPTED``, ``KIT ERROR``; of random cases ``FOUND`` and ``NOTHING FOUND``."""
+    """``CONFORMANT (TIER)``, ``PARTIAL``, ``SHARD K/N``, ``INCOMPLETE``, ``NOT CONFORMANT`` or ``NOTHING RAN``; empty
+    for random cases."""
     text: str
     code: int
     """The exit code."""
 
     def __str__(self) -> str:
-        return f"{self.word}: {self.text}"
+        return f"{self.word}: {self.text}" if self.word else self.text
+
+    @property
+    def conforms(self) -> bool:
+        """True if the backend conforms to everything that the tier plans."""
+        return self.word.startswith("CONFORMANT")
 
 
 def verdict(
@@ -49,6 +56,10 @@ def conclude(
     if code == 0 and (not header.selection.asked or _nothing_passes(header, rows) or _unplanned(header, rows)):
         code = 1
     word, text = _words(header, rows, problems, interrupted, code)
+    shard = header.selection.shard
+    if shard and not word.startswith("SHARD"):
+        # The verdict on the whole run is that of `merge`, also if a shard is red.
+        return Verdict(f"SHARD {shard}", f"{word}: {text}", code)
     return Verdict(word, text, code)
 
 
@@ -69,14 +80,14 @@ def _words(
     other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
     other.append((no_room, "not run here for lack of memory"))
     besides = [f"{n} {what}" for n, what in other if n]
+    if header.tier == FUZZ and runs and not ours:
+        words = ", ".join([f"{counts[Status.PASSED]} passed", *bad])
+        return "", f"of {len(runs)} random case-runs {words}" + ("; the search was interrupted" if interrupted else "")
     if interrupted:
-        return "INTERRUPTED", f"{ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
+        return "INCOMPLETE", f"interrupted after {ran} {of}" + (f"; {', '.join(bad)}" if bad else "")
     if ours:
         rest = ", ".join([f"{counts[Status.PASSED]} passed", *bad])
-        return "KIT ERROR", f"the kit itself failed in {ours} {of}, no verdict on the backend; {rest}"
-    if header.tier == FUZZ and runs:
-        words = ", ".join([f"{counts[Status.PASSED]} passed", *bad])
-        return "FOUND" if bad else "NOTHING FOUND", f"of {len(runs)} random case-runs {words}"
+        return "INCOMPLETE", f"the kit itself failed in {ours} {of}, which says nothing about the backend; {rest}"
     if not header.planned and not runs and not shard:
         return "NOTHING RAN", _why_nothing(header, rows)
     if bad:
@@ -90,21 +101,58 @@ def _words(
     if places := _nothing_passes(header, rows):
         return "NOT CONFORMANT", f"{text}; nothing is known to work in {_and(places)}{cut}"
     if unplanned := _unplanned(header, rows):
-        return "NOT ACCEPTED", f"{text}, but {unplanned} case-runs have a result that nobody planned{cut}"
+        return "NOT CONFORMANT", f"{text}, but {unplanned} case-runs have a result that nobody planned{cut}"
     if problems:
-        return "NOT ACCEPTED", f"{text}, but {problems[0]}{cut}"
+        return "NOT CONFORMANT", f"{text}, but {problems[0]}{cut}"
     parts = sorted({part for run in runs for part in emulated_parts(run)})
     emulated = f"; emulated {', '.join(parts)}: no proof about hardware" if parts else ""
     emulated = "".join(f"; {phrase}" for phrase in _silent_backends(header, rows)) + emulated
     if code == CUT:
-        return "CUT SHORT", f"{text}{cut}{emulated}"
+        return "INCOMPLETE", f"{text}{cut}{emulated}"
     if header.selection:
         passed = ", ".join([f"{counts[Status.PASSED]} passed", *besides]) if besides else "all passed"
         passed = passed if runs else "since this shard has none"
         lacking = sum(bool(row.case) and row.status is Status.UNSUPPORTED for row in rows)
         undeclared = f"; {lacking} selected case-runs are not declared" if lacking else ""
         return _partial(header, runs, ran, passed, undeclared + emulated)
-    return "CONFORMANT", f"{text}{emulated}"
+    return f"CONFORMANT ({header.tier})", f"{text}{_not_tried(header)}{emulated}"
+
+
+MOST_NOT_TRIED = 3
+"""Number of declared values that no case tried, up to which a verdict names them; it counts more of them."""
+
+
+def _not_tried(header: RunHeader) -> str:
+    """The declared values that no case of a green run tried, as a phrase of its verdict; empty if there are none."""
+    count = _count_not_tried(header)
+    if not count or count > MOST_NOT_TRIED:
+        return f"; {count} declared values were not tried" if count else ""
+    several = len(header.backends) > 1
+    named = (
+        f"{phrase} of {spec}" if several else phrase
+        for spec, phrases in header.not_covered.items()
+        for phrase in phrases
+    )
+    return f"; not tried: {'; '.join(named)}"
+
+
+def _count_not_tried(header: RunHeader) -> int:
+    return sum(map(len, header.not_covered.values()))
+
+
+def not_tried_lines(header: RunHeader, concluded: Verdict, how: str) -> list[str]:
+    """The lines about declared values that no case tried, which front ends print before the verdict.
+
+    ``how``: as ``not_covered_lines`` reads it. Then there is no line if the verdict names the values.
+    """
+    named = how and concluded.conforms and _count_not_tried(header) <= MOST_NOT_TRIED
+    return [] if named else not_covered_lines(header.not_covered, how)
+
+
+def next_lines(header: RunHeader, concluded: Verdict, option: str) -> list[str]:
+    """One line that names the tier after a green smoke run. ``option``: how this front end spells that tier."""
+    smoke = concluded.conforms and header.tier == "smoke"
+    return [f"next: {option}, which tries many more combinations of what is declared"] if smoke else []
 
 
 def _once(results: Iterable[CaseResult]) -> list[CaseResult]:

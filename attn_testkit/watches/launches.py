@@ -67,6 +67,7 @@ class _Wrapped:
 
     def _kernel(self, stock: Any) -> Any:
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if not kwargs.get("warmup"):
                 self.count += 1
             return stock(kernel, *args, **kwargs)
@@ -77,6 +78,7 @@ class _Wrapped:
         of_torch = self._of_torch
 
         def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if getattr(operator, attribute).partition("::")[0] not in of_torch:
                 self.count += 1
             return stock(operator, *args, **kwargs)

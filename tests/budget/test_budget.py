@@ -39,7 +39,7 @@ def test_a_cut_run_is_neither_conformant_nor_a_failure() -> None:
     rows = [result(), result(number=1), left(2), left(3)]
     assert exit_code(4, rows) == CUT == 7
     assert verdict(HEADER, rows) == (
-        "CUT SHORT: 2 of 4 planned case-runs passed; 2 were not started because the budget was used up"
+        "INCOMPLETE: 2 of 4 planned case-runs passed; 2 were not started because the budget was used up"
     )
     assert not Results(HEADER, tuple(rows)).ok
 
@@ -50,7 +50,7 @@ def test_a_cut_run_is_neither_conformant_nor_a_failure() -> None:
         ([result(Status.FAILED), *map(left, (1, 2, 3))], 1, "NOT CONFORMANT: 1 failed of 4 planned case-runs; 3 were"),
         ([result(), left(1), left(2)], 1, "INCOMPLETE: 1 of 4 planned case-runs ran"),
         ([*map(left, range(4))], 1, "NOT CONFORMANT: 0 of 4 planned case-runs passed; nothing is known to work; 4"),
-        ([result(number=n) for n in range(4)], 0, "CONFORMANT: 4 of 4"),
+        ([result(number=n) for n in range(4)], 0, "CONFORMANT (core): 4 of 4"),
     ],
 )  # fmt: skip
 def test_what_else_is_wrong_is_said_first(rows: list[CaseResult], code: int, words: str) -> None:
@@ -60,7 +60,7 @@ def test_what_else_is_wrong_is_said_first(rows: list[CaseResult], code: int, wor
 
 def test_a_problem_besides_is_no_cut_run() -> None:
     assert exit_code(2, [result(), left(1)], problems=["expired"]) == 1
-    assert verdict(HEADER, [result(), left(1), left(2), left(3)], problems=["expired"]).startswith("NOT ACCEPTED")
+    assert verdict(HEADER, [result(), left(1), left(2), left(3)], problems=["expired"]).startswith("NOT CONFORMANT")
 
 
 def test_not_run_for_another_reason_is_not_the_budgets() -> None:
@@ -175,7 +175,7 @@ def test_the_rest_of_a_record_and_the_record_are_conformant_together(call):
     assert record["header"]["planned"] == 2
     code, out, _ = call("run", "--backend", "fake:ok", "--rest-of", "a.json")
     assert code == 0
-    assert out.splitlines()[-1].startswith("CONFORMANT: 4 of 4")
+    assert out.splitlines()[-1].startswith("CONFORMANT (smoke): 4 of 4")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def cut_report(call) -> Path:
 def test_pages_and_summaries_say_what_was_left(call):
     report = read_report(cut_report(call))
     for text in (html_page(report), markdown_summary(report)):
-        assert "CUT SHORT: 2 of 4 planned case-runs passed; 2 were not started because the budget was used up" in text
+        assert "INCOMPLETE: 2 of 4 planned case-runs passed; 2 were not started because the budget was used up" in text
         assert "left out by the budget: target-verify eager 1, target-verify graph 1" in text
         assert "--rest-of full.json" in text
         assert "<title>✓" not in text
@@ -246,5 +246,5 @@ session.time = Clock
     assert 0 < passed < 8
     found.assert_outcomes(passed=passed, skipped=8 - passed)
     assert found.ret == 7
-    found.stdout.fnmatch_lines([f"CUT SHORT: {passed} of 8 planned case-runs passed; {8 - passed} were not started*"])
+    found.stdout.fnmatch_lines([f"INCOMPLETE: {passed} of 8 planned case-runs passed; {8 - passed} were not started*"])
     found.stdout.fnmatch_lines(["*not started: the budget of 4 s was over*"])

@@ -60,7 +60,7 @@ def test_a_good_night_is_green_and_nothing_of_an_earlier_one_is_left(night):
     code, printed = night(ATTN_BACKENDS="fake:ok", ATTN_WORKERS="2")
     assert code == 0, printed
     assert files(night.out) == {"report.json", "report.html", "summary.md", "junit.xml", "mine.txt"}
-    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 4 of 4")
+    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT (smoke): 4 of 4")
     assert "of a night before" not in (night.out / "report.html").read_text()
 
 
@@ -125,7 +125,7 @@ def test_a_record_that_is_not_complete_is_no_green(night, tmp_path):
     )
     code, printed = night(ATTN_BACKENDS="fake:ok")
     assert code == 1, printed
-    assert (night.out / "summary.md").read_text().startswith("### ❌ UNFINISHED")
+    assert (night.out / "summary.md").read_text().startswith("### ❌ INCOMPLETE")
 
 
 def test_a_first_night_makes_the_folder_and_puts_its_record_there(night, tmp_path):
@@ -177,8 +177,8 @@ def test_an_earlier_record_that_cannot_be_read_costs_no_page(night, tmp_path):
     code, printed = night("before.json", ATTN_BACKENDS="fake:ok")
     assert code == 4, printed
     assert "previous.json is not JSON" in printed
-    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 4 of 4")
-    assert "CONFORMANT: 4 of 4" in (night.out / "report.html").read_text()
+    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT (smoke): 4 of 4")
+    assert "CONFORMANT (smoke): 4 of 4" in (night.out / "report.html").read_text()
 
 
 def test_a_red_night_without_news_has_an_exit_code_of_its_own_and_knows_the_last_green_one(night, tmp_path):
@@ -212,7 +212,7 @@ def test_several_machines_share_a_night_and_one_gathers_it(night, tmp_path):
         (night.out / "report.json").rename(place / "report.json")
     code, printed = night(str(tmp_path / "nights"), ATTN_SHARDS="shards/*/report.json")
     assert code == 0, printed
-    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 8 of 8")
+    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT (smoke): 8 of 8")
     assert len([*(tmp_path / "nights").iterdir()]) == 1, "the merged night is kept"
     (tmp_path / "shards" / "2" / "report.json").unlink()
     code, printed = night(str(tmp_path / "nights"), ATTN_SHARDS="shards/*/report.json")

@@ -79,7 +79,7 @@ def test_shards_of_every_environment_are_gathered_into_a_verdict_for_each_and_a_
         assert all(line.startswith(f"### ✅ SHARD {number}/2") for line in summaries(machines / str(number)))
     code, printed = nightly(str(out), str(nights), ATTN_SHARDS=str(machines))
     assert code == 0, printed
-    assert all(line.startswith("### ✅ CONFORMANT: 12 of 12") for line in summaries(out))
+    assert all(line.startswith("### ✅ CONFORMANT (smoke): 12 of 12") for line in summaries(out))
     assert [len([*(nights / server).iterdir()]) for server in SERVERS] == [1, 1]
     # What one environment of one machine did not write makes that environment red, and the other one green.
     (machines / "2" / SERVERS[0] / "report.json").unlink()
@@ -87,7 +87,7 @@ def test_shards_of_every_environment_are_gathered_into_a_verdict_for_each_and_a_
     assert code == 4, printed
     lost, there = summaries(out)
     assert "shard 2/2 is missing" in lost
-    assert there.startswith("### ✅ CONFORMANT: 12 of 12")
+    assert there.startswith("### ✅ CONFORMANT (smoke): 12 of 12")
     assert [len([*(nights / server).iterdir()]) for server in SERVERS] == [1, 2]
 
 

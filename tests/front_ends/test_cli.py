@@ -43,9 +43,9 @@ def call(fake, capfd, tmp_path, monkeypatch):
 def test_a_conformant_run_is_zero_and_says_what_it_is_worth(call):
     code, out, err = call("run", "--backend", "fake:ok,ok")
     assert code == 0, err
-    assert "fake:ok,ok  decode           graph           2    0.40      1.0  emulated: device, graph" in out
+    assert "decode           graph           2    0.40      1.0\n" in out, "the backend and the emulation are said once"
     assert out.splitlines()[-1] == (
-        "CONFORMANT: 8 of 8 planned case-runs passed; emulated device, graph: no proof about hardware"
+        "CONFORMANT (smoke): 8 of 8 planned case-runs passed; emulated device, graph: no proof about hardware"
     )
     assert "attn-testkit 0.1.0: fake:ok,ok 1.0" in err
 
@@ -176,7 +176,7 @@ def test_a_judge_that_dies_costs_one_case_run_and_is_three(call):
     assert code == 3
     assert "the judge is out of memory" in err
     assert "repeated, since a process of the kit ended in the middle of them: 1: the judge's process ended with" in out
-    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 1 of 3 ")
+    assert out.splitlines()[-1].startswith("INCOMPLETE: the kit itself failed in 1 of 3 ")
     report = read_report("out.json")
     assert report.finished
     results = [(r.of_the_kit, bool(r.repeated)) for r in report.results if r.is_case_run]
@@ -199,7 +199,7 @@ def test_the_kits_own_failure_is_three(call, how):
     code, out, _ = call("run", "--backend", "fake:ok,bug", *how)
     assert code == 3
     assert "the kit itself failed: ZeroDivisionError" in out
-    assert out.splitlines()[-1].startswith("KIT ERROR")
+    assert out.splitlines()[-1].startswith("INCOMPLETE: the kit itself failed")
 
 
 def test_nothing_declared_is_five(call):
@@ -228,7 +228,7 @@ def test_known_failures_alone_and_errors_of_the_kit_are_no_green(call):
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:wrong,bug")
     assert code == 3
-    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 selected case-runs (8 planned)")
+    assert out.splitlines()[-1].startswith("INCOMPLETE: the kit itself failed in 2 of 4 selected case-runs (8 planned)")
     Path("known.toml").write_text(known("*-wrong-*"))
     code, out, _ = call(*args, "fake:wrong")
     assert code == 1
@@ -295,7 +295,7 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["audit", "--json", "."], "cannot write .: Is a directory"),
         (["repro", "-b", "fake:ok", "decode-okk-k0"], "no case matches 'decode-okk-k0'"),
         (["report", "none.json", "--markdown"], "cannot read none.json"),
-        (["report", "none.json"], "no kind of report is named"),
+        (["report", "none.json"], "cannot read none.json"),
         (["compare", "a.json", "b.json"], "cannot read a.json"),
         (["known", "none.toml"], "none.toml; if no failure is known, leave it out"),
         (["list", "--backend", "fake:ok"], "did you mean list --cases --backend SPEC?"),
@@ -490,7 +490,7 @@ def test_an_interrupted_run_is_two_leaves_a_record_and_no_process(tmp_path, numb
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "Traceback" not in out + err
-    assert out.splitlines()[-1] == "INTERRUPTED: 1 of 4 selected case-runs (8 planned) had run"
+    assert out.splitlines()[-1] == "INCOMPLETE: interrupted after 1 of 4 selected case-runs (8 planned)"
     report = read_report(record)
     assert report.interrupted
     assert not report.finished

@@ -18,6 +18,7 @@ from attn_testkit.plugin.session import Session
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, Report, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
+from attn_testkit.reports.verdict import conclude
 from attn_testkit.results.remarks import not_covered_lines
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.known_failures import Ledger
@@ -26,7 +27,6 @@ from attn_testkit.running.planning.request import Prepared, Request, param_id
 SPEC = "fake:ok"
 LEFT = {SPEC: ("head dim 96, 512", "more than 7 of 64 query rows (target-verify)")}
 LINE = "not covered: head dim 96, 512; more than 7 of 64 query rows (target-verify)"
-COUNT = "not covered: 2 declared values; "
 
 
 def report(not_covered: dict[str, tuple[str, ...]]) -> Report:
@@ -47,16 +47,43 @@ def test_a_line_for_each_backend_that_has_any_and_its_name_where_there_are_sever
 
 
 def test_the_terminal_has_it_above_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    for not_covered, lines in ((LEFT, 1), ({SPEC: ()}, 0)):
+    four = {SPEC: (*LEFT[SPEC], "a", "b")}
+    for not_covered, lines in ((four, 1), ({SPEC: ()}, 0)):
         made = report(not_covered)
         print_summary(made.header, made.results, problems=(), interrupted=False, code=0)
         *before, last = capsys.readouterr().out.splitlines()
-        assert last.startswith("CONFORMANT")
-        shown = f"{COUNT}--show-not-covered lists them"
+        assert last.startswith("CONFORMANT (smoke)")
+        assert ("; 4 declared values were not tried; emulated" in last) is bool(lines)
+        shown = "not covered: 4 declared values; --show-not-covered lists them"
         assert [line for line in before if line.startswith("not covered")] == [shown] * lines
-        assert not lines or before[-1] == shown
         print_summary(made.header, made.results, problems=(), interrupted=False, code=0, show_not_covered=True)
-        assert (LINE in capsys.readouterr().out.splitlines()) is bool(lines)
+        assert (f"{LINE}; a; b" in capsys.readouterr().out.splitlines()) is bool(lines)
+
+
+def test_a_verdict_names_three_declared_values_that_nothing_tried_and_no_line_repeats_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = report(LEFT)
+    print_summary(made.header, made.results, problems=(), interrupted=False, code=0)
+    *before, last = capsys.readouterr().out.splitlines()
+    assert "; not tried: head dim 96, 512; more than 7 of 64 query rows (target-verify); emulated device" in last
+    assert not any(line.startswith("not covered") for line in before)
+    print_summary(made.header, made.results, problems=(), interrupted=False, code=0, show_not_covered=True)
+    assert LINE in capsys.readouterr().out.splitlines(), "somebody asked for them"
+    two = replace(made.header, backends={SPEC: "", "b:B": ""})
+    assert "; not tried: head dim 96, 512 of fake:ok; " in str(conclude(two, made.results))
+
+
+@pytest.mark.parametrize("tier", ["smoke", "core", "full"])
+def test_the_tier_is_in_the_verdict_and_only_smoke_names_the_next_one(
+    tier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = report({})
+    print_summary(replace(made.header, tier=tier), made.results, problems=(), interrupted=False, code=0)
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1].startswith(f"CONFORMANT ({tier}): ")
+    assert text.count("--tier core") == (1 if tier == "smoke" else 0)
+    assert text.count("emulated") == 1
 
 
 def test_the_record_and_the_pages_have_it(tmp_path: Path) -> None:
@@ -66,7 +93,7 @@ def test_the_record_and_the_pages_have_it(tmp_path: Path) -> None:
     jsonschema.validate(json.loads((tmp_path / "out.json").read_text()), schema())
     assert read_report(tmp_path / "out.json").header == made.header
     assert LINE in html_page(made)
-    assert COUNT in markdown_summary(made)
+    assert "not tried: head dim 96, 512; more than" in markdown_summary(made)
     for page in (html_page(report({})), markdown_summary(report({}))):
         assert "not covered" not in page
 
@@ -85,8 +112,8 @@ def test_results_print_it() -> None:
     for not_covered, shown in ((LEFT, True), ({}, False)):
         found = report(not_covered)
         results = Results(found.header, tuple(found.results))
-        assert (f"{COUNT}header.not_covered lists them" in str(results).splitlines()) is shown
-        assert ("not covered" in str(results)) is shown
+        assert ("; not tried: head dim 96, 512; more than 7 of 64 query rows" in results.verdict) is shown
+        assert "not covered" not in str(results), "the verdict names them"
 
 
 def test_a_plan_counts_what_its_cases_leave_of_the_modes_it_runs() -> None:

@@ -318,11 +318,15 @@ def test_what_was_emulated_is_labelled_on_page_and_summary():
     emulated = replace(report.results[-1], kernels="emulated")
     report = replace(report, results=(*report.results[:-1], emulated))
     text = Page(html_page(report)).text
-    assert "Emulated: device, graph, kernels. Results with this tag prove nothing about hardware." in text
+    assert "emulated device, graph, kernels: no proof about hardware" in text
+    assert "prove nothing about hardware" not in text, "the verdict says it"
     assert "emulated: device, graph, kernels" in text
     assert "timing is not emulated" in text
     summary = markdown_summary(report)
-    assert "**Emulated: device, graph, kernels.** This proves nothing about hardware." in summary
+    assert "emulated device, graph, kernels: no proof about hardware" in summary
+    red = run_of("wrong")
+    assert "Emulated: device, graph. Results with this tag prove nothing about hardware." in Page(html_page(red)).text
+    assert "**Emulated: device, graph.** This proves nothing about hardware." in markdown_summary(red)
     real = replace(
         report, results=tuple(replace(r, device="cuda", graph="cuda", kernels="real") for r in report.results)
     )
@@ -348,15 +352,17 @@ def test_the_table_of_a_summary_stands_by_itself(problems: tuple[str, ...], not_
     lines = markdown_summary(report).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("| backend"))
     assert lines[first - 1] == ""
-    assert any(line.startswith("- ") for line in lines[:first]) == bool(problems or not_covered)
+    assert any(line.startswith("- ") for line in lines[:first]) == bool(problems), (
+        "the verdict names what was not tried"
+    )
 
 
 def test_a_run_that_was_cut_off_never_looks_finished():
     report = replace(run_of("ok"), finished=False, exit_code=None)
     page = html_page(report)
-    assert "UNFINISHED: the run was cut off" in page
+    assert "INCOMPLETE: the run was cut off" in page
     assert "<title>✗" in page
-    assert markdown_summary(report).startswith("### ❌ UNFINISHED")
+    assert markdown_summary(report).startswith("### ❌ INCOMPLETE")
 
 
 def test_a_page_of_many_failures_stays_small():
@@ -453,11 +459,13 @@ def test_runs_with_other_seeds_are_compared_case_by_case():
 
 def test_the_verdict_always_has_its_denominator():
     report = run_of("ok,ok")
-    assert verdict(report.header, report.results).startswith("CONFORMANT: 8 of 8 planned case-runs passed; emulated")
+    assert verdict(report.header, report.results).startswith(
+        "CONFORMANT (smoke): 8 of 8 planned case-runs passed; emulated"
+    )
     assert verdict(report.header, report.results[:-1]) == "INCOMPLETE: 7 of 8 planned case-runs ran"
     assert verdict(report.header, ()) == "INCOMPLETE: 0 of 8 planned case-runs ran"
     assert verdict(replace(report.header, planned=0), report.results[:2]).startswith("NOTHING RAN")
-    assert verdict(report.header, report.results, problems=["x expired"]).startswith("NOT ACCEPTED")
+    assert verdict(report.header, report.results, problems=["x expired"]).startswith("NOT CONFORMANT")
 
 
 def test_a_named_case_that_is_not_declared_is_no_verdict_on_the_backend():
@@ -465,7 +473,7 @@ def test_a_named_case_that_is_not_declared_is_no_verdict_on_the_backend():
     undeclared = replace(passed, case="d", status=Status.UNSUPPORTED, reason="not declared: heads mha2")
     header = replace(run_of("ok").header, planned=1)
     assert exit_code(1, [passed, undeclared]) == 0
-    assert verdict(header, [passed, undeclared]).startswith("CONFORMANT: 1 of 1 planned case-runs passed")
+    assert verdict(header, [passed, undeclared]).startswith("CONFORMANT (smoke): 1 of 1 planned case-runs passed")
     assert exit_code(0, [undeclared]) == 5
     text = "NOTHING RAN: no backend declares what the selected cases need; not declared: heads mha2"
     assert verdict(replace(header, planned=0), [undeclared, undeclared]) == text
@@ -494,7 +502,7 @@ def test_what_a_machine_has_no_room_for_is_reported_and_costs_no_verdict():
     assert exit_code(2, [passed, replace(no_room, reason="another")]) == 1
     header = replace(run_of("ok").header, planned=2)
     text = verdict(header, [passed, no_room])
-    assert text.startswith("CONFORMANT: 1 of 2 planned case-runs passed, 1 not run here for lack of memory")
+    assert text.startswith("CONFORMANT (smoke): 1 of 2 planned case-runs passed, 1 not run here for lack of memory")
     assert verdict(replace(header, planned=3), [passed, no_room]) == "INCOMPLETE: 1 of 3 planned case-runs ran"
 
 
@@ -566,7 +574,7 @@ def test_terminal_and_pages_name_what_is_not_declared_in_one_wording(capsys):
 
     table = [CaseResult("b", "decode", "eager", "decode-a", Status.PASSED), absent("extend", "eager")]
     table += [absent("extend", "graph"), absent("decode", "graph")]
-    assert [line.split()[:3] for line in text_table(table)[1:]] == [["b", "decode", "eager"]]
+    assert [line.split()[:2] for line in text_table(table)[1:]] == [["decode", "eager"]]
     run = run_of("ok", not_declared={"b": ("graph for decode", "extend")})
     report, want = replace(run, results=tuple(table)), "not declared: graph for decode; extend"
     print_summary(report.header, table, problems=[], interrupted=False, code=0)

@@ -124,7 +124,9 @@ def test_assert_conformant_raises_for_everything_that_is_not_conformant(words):
 
 
 def test_assert_conformant_gives_the_results_of_one_that_conforms():
-    assert assert_conformant("fake:ok").verdict.startswith("CONFORMANT: 4 of 4 planned case-runs passed; emulated")
+    assert assert_conformant("fake:ok").verdict.startswith(
+        "CONFORMANT (smoke): 4 of 4 planned case-runs passed; emulated"
+    )
 
 
 def test_both_forms_take_the_same_arguments():
@@ -142,7 +144,7 @@ def test_known_failures_hold_in_python_too():
     assert not results
     assert results.problems == (f"known failure 2 (cases = '*-gone-*', {fake_runner.ISSUE}) matches no case",)
     assert f"problem: {results.problems[0]}" in str(results).splitlines()
-    assert results.verdict.startswith("NOT ACCEPTED: 4 of 8 planned case-runs passed, 4 known failures, but known")
+    assert results.verdict.startswith("NOT CONFORMANT: 4 of 8 planned case-runs passed, 4 known failures, but known")
 
 
 def test_known_failures_alone_are_no_green():
@@ -159,8 +161,8 @@ def test_known_failures_alone_are_no_green():
 def test_the_kits_own_failure_is_no_verdict_on_the_backend():
     results = check_backend("fake:ok,wrong,bug", modes=["decode"])
     assert results.verdict == (
-        "KIT ERROR: the kit itself failed in 2 of 6 selected case-runs (12 planned), no verdict on the backend; "
-        "2 passed, 2 failed"
+        "INCOMPLETE: the kit itself failed in 2 of 6 selected case-runs (12 planned), which says nothing about "
+        "the backend; 2 passed, 2 failed"
     )
 
 

@@ -172,7 +172,9 @@ def test_junit_has_what_the_plugin_writes(call, tmp_path):
     )  # fmt: skip
     assert code == 1
     (suite,) = ElementTree.parse("out.xml").getroot()
-    cases = {case.attrib["name"]: case for case in suite}
+    cases = {case.attrib["name"]: case for case in suite.iter("testcase")}
+    (said,) = suite.find("properties")
+    assert (said.attrib["name"], said.attrib["value"].partition(":")[0]) == ("attn_verdict", "NOT CONFORMANT")
     assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["skipped"]) == ("5", "2", "2")
     failure = cases["eager-decode-wrong-k1"].find("failure")
     assert failure.attrib["message"] == "request 3 differs from the oracle, 56x over the limit"

@@ -73,7 +73,7 @@ def test_a_selection_of_nothing_is_named_and_says_what_to_do(by, said):
 
 def test_everything_that_a_tier_plans_is_conformant_and_nothing_less():
     whole = replace(HEADER, planned=50, selection=Selection())
-    assert verdict(whole, rows(50)) == "CONFORMANT: 50 of 50 planned case-runs passed"
+    assert verdict(whole, rows(50)) == "CONFORMANT (core): 50 of 50 planned case-runs passed"
     assert narrowed(whole, 50, "-k 'x or not x'") is whole
     assert verdict(narrowed(whole, 49, "-k x"), rows(49)).startswith("PARTIAL: 49 of 50 planned case-runs ran, all")
 
@@ -151,13 +151,15 @@ def test_the_command_line_says_what_selected(call, argv, by):
 
 
 def test_a_selection_that_leaves_nothing_out_is_the_whole_tier(call):
-    assert call("run", "--backend", "fake:ok", "--case", "*")[1].startswith("CONFORMANT: 4 of 4 planned case-runs")
+    assert call("run", "--backend", "fake:ok", "--case", "*")[1].startswith(
+        "CONFORMANT (smoke): 4 of 4 planned case-runs"
+    )
 
 
 def test_check_backend_is_ok_for_what_the_caller_selected_and_says_that_it_is_a_part(fake):
     part, whole = check_backend("fake:ok", modes=["decode"]), check_backend("fake:ok")
     assert (part.ok, part.partial, part.verdict.partition(":")[0]) == (True, True, "PARTIAL")
-    assert (whole.ok, whole.partial, whole.verdict.partition(":")[0]) == (True, False, "CONFORMANT")
+    assert (whole.ok, whole.partial, whole.verdict.partition(":")[0]) == (True, False, "CONFORMANT (smoke)")
 
 
 @pytest.mark.parametrize("what", MUST_AGREE)
@@ -210,7 +212,7 @@ def test_a_known_failure_of_a_record_is_excused_again_or_not_at_all(call):
     call("run", "--backend", "fake:ok,wrong", "--mode", "decode", "--json", "a.json", *excused)
     rest = ("run", "--backend", "fake:ok,wrong", "--rest-of", "a.json")
     assert call(*rest, *excused)[:2] == (0, call(*rest, *excused)[1])
-    assert call(*rest, *excused)[1].startswith("CONFORMANT: 4 of 8 planned case-runs passed, 4 known failures")
+    assert call(*rest, *excused)[1].startswith("CONFORMANT (smoke): 4 of 8 planned case-runs passed, 4 known failures")
     assert call(*rest)[1] == "NOT CONFORMANT: 4 failed of 8 planned case-runs"
 
 

@@ -139,7 +139,7 @@ def test_all_shards_together_can_be_conformant(call):
         call("run", "--backend", WORDS, "--shard", f"{number}/2", "--json", f"{number}.json")
     code, out, _ = call("merge", "1.json", "2.json")
     assert code == 0
-    assert out.splitlines()[-1].startswith("CONFORMANT: 40 of 40 planned case-runs passed")
+    assert out.splitlines()[-1].startswith("CONFORMANT (smoke): 40 of 40 planned case-runs passed")
 
 
 def test_a_shard_to_which_no_case_run_falls_passes_and_merges(call):
@@ -163,7 +163,7 @@ def test_known_failures_of_other_shards_match_and_a_shard_of_known_failures_is_n
         assert "matches no case" not in out
     assert codes == [0] * 8
     code, out, _ = call("merge", *(f"{n}.json" for n in range(1, 9)))
-    assert (code, out.splitlines()[-1].split(":")[0]) == (0, "CONFORMANT")
+    assert (code, out.splitlines()[-1].split(":")[0]) == (0, "CONFORMANT (smoke)")
 
 
 def test_a_run_in_which_nothing_passes_is_red_when_it_is_merged(call, tmp_path):

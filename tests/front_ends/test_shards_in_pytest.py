@@ -33,7 +33,7 @@ def test_shards_of_the_suite_merge_into_one_verdict(empty, workers, capsys):
     assert all(ran)
     capsys.readouterr()
     assert main(["merge", "1.json", "2.json"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("CONFORMANT: 20 of 20 planned case-runs passed")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("CONFORMANT (smoke): 20 of 20 planned case-runs passed")
 
 
 def test_the_environment_names_the_shard_of_a_session_that_runs_the_suite(empty, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +30,9 @@ def row(case: str, status: Status = Status.PASSED, backend: str = "m:B", **more:
 def test_a_case_run_that_passed_twice_is_not_two():
     found = conclude(HEADER, [row("decode-a"), row("decode-a")])
     assert (found.word, found.code) == ("INCOMPLETE", 1)
-    assert conclude(HEADER, [row("decode-a"), row("decode-b")]).word == "CONFORMANT"
+    assert conclude(HEADER, [row("decode-a"), row("decode-b")]).word == "CONFORMANT (core)"
     other = replace(row("decode-a"), execution="graph")
-    assert conclude(HEADER, [row("decode-a"), other]).word == "CONFORMANT"
+    assert conclude(HEADER, [row("decode-a"), other]).word == "CONFORMANT (core)"
     for rows in ([row("decode-a"), row("decode-a", Status.FAILED)], [row("decode-a", Status.FAILED), row("decode-a")]):
         assert conclude(HEADER, [*rows, row("decode-b")]).text == "1 failed of 2 planned case-runs"
     assert conclude(replace(HEADER, tier=FUZZ), [row("decode-a"), row("decode-a")]).text.startswith("of 2 random")
@@ -40,10 +41,10 @@ def test_a_case_run_that_passed_twice_is_not_two():
 def test_results_that_nobody_planned_are_not_accepted():
     rows = [row("decode-a"), row("decode-b"), row("decode-c")]
     found = conclude(HEADER, rows)
-    assert (found.word, found.code) == ("NOT ACCEPTED", 1)
+    assert (found.word, found.code) == ("NOT CONFORMANT", 1)
     assert found.text.endswith(", but 1 case-runs have a result that nobody planned")
     absent = [*rows[:2], row("decode-large", Status.NOT_RUN_HERE, reason="needs a GPU"), row("", Status.UNSUPPORTED)]
-    assert conclude(HEADER, absent).word == "CONFORMANT", "what is not run here was not planned, and has a row"
+    assert conclude(HEADER, absent).word == "CONFORMANT (core)", "what is not run here was not planned, and has a row"
 
 
 def test_a_backend_of_which_nothing_ran_next_to_one_that_passed_is_named():
@@ -111,4 +112,10 @@ def test_what_is_declared_is_not_named():
     assert not_declared_here(wide.with_changes(eager={"decode"})) == (
         "eager for target-verify, draft-extend, draft-extend-v2, extend, draft-decode",
     )
-    assert not_declared_here(wide.with_changes(gqa_ratios={1, 2, 4, 8})) == ("left at the default: gqa_ratios",)
+    assert not_declared_here(wide.with_changes(gqa_ratios={1, 2, 4, 8})) == (), "written, though it equals the default"
+    defaults = Capabilities(eager={"decode"}).with_changes(graph={"decode"})
+    assert not_declared_here(pickle.loads(pickle.dumps(defaults)))[-1].startswith(
+        "left at the default: families, head_dims"
+    )
+    written = defaults.with_changes(families={"mha"}, head_dims={64, 128})
+    assert not_declared_here(written)[-1] == "left at the default: dtypes, page_sizes, max_context_len"

@@ -5,9 +5,11 @@ Each hint is a function with ``@hint`` or ``@assumption`` in a file of this pack
 
 from __future__ import annotations
 
+import contextlib
 from importlib import import_module
 from pkgutil import iter_modules
 
+from ..rerun import TimeUp
 from .evidence import Evidence
 from .hint import HINTS, Hint, in_order
 
@@ -21,11 +23,17 @@ ORDER: tuple[Hint, ...] = in_order(HINTS.values())
 
 
 def hints(evidence: Evidence) -> list[str]:
-    """Return the text of every hint that fits and is not silenced by an earlier one."""
+    """Return the text of every hint that fits and is not silenced by an earlier one.
+
+    A hint that needs another run after the time of the diagnosis is left out.
+    """
     found: list[str] = []
     fitting: list[Hint] = []
     for each in ORDER:
-        if not any(before.silences_other(each) for before in fitting) and (text := each(evidence)):
-            found.append(text)
-            fitting.append(each)
+        if any(before.silences_other(each) for before in fitting):
+            continue
+        with contextlib.suppress(TimeUp):
+            if text := each(evidence):
+                found.append(text)
+                fitting.append(each)
     return found

@@ -59,6 +59,8 @@ class CaseRun:
     execution: Execution
     diagnosed: Diagnosed | None = None
     """Earlier failures: one that is like them is not diagnosed. None: each failure is."""
+    diagnose_s: float | None = None
+    """Seconds after which the diagnosis begins no further run; None: no limit."""
 
 
 @contextmanager

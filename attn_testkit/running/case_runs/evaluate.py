@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from ...checks.states import state_margin
 from ...checks.step import evaluate_step
 from ...contract import Capabilities, Execution, ForwardMode
 from ...diagnosis.raised import explain_raised
-from ...diagnosis.rerun import Rerunner
+from ...diagnosis.rerun import Rerunner, TimeUp
 from ...diagnosis.root_cause import explain_numeric, name_check
 from ...diagnosis.strided_heads import blame_strided_heads
 from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
@@ -111,11 +112,19 @@ def _diagnosed(
         explained = _alike(outcome, like) if like else list(_first_of_each_check(outcome.findings).values())
     else:
         rerunner = Rerunner(
-            _unless_lost(drive), environment, declared.eager, lambda case: not not_declared(declared, case)
+            _unless_lost(drive),
+            environment,
+            declared.eager,
+            lambda case: not not_declared(declared, case),
+            asked.diagnose_s,
         )
         explained = _explained(outcome, rerunner, cause=explains == "cause")
         if explains == "cause":
-            explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
+            rerunner.may_be_cut = True
+            with contextlib.suppress(TimeUp):
+                explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
+            if rerunner.was_cut:
+                explained[0] = _with_hint_after(explained[0], _CUT.format(asked.diagnose_s))
             if diagnosed is not None:
                 diagnosed.note(*place, found, explained[0])
     findings = [_of_variant(finding, case) for finding in explained]
@@ -435,6 +444,13 @@ def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, declared: 
 def _with_hint(finding: Finding, why: str) -> Finding:
     """``why`` before its own hints; it may be empty."""
     return replace(finding, hint="\n".join(filter(None, (why, finding.hint))))
+
+
+def _with_hint_after(finding: Finding, why: str) -> Finding:
+    return replace(finding, hint="\n".join(filter(None, (finding.hint, why))))
+
+
+_CUT = "the diagnosis was cut after {:g} s, so a better hint may be missing; the command of repro has no such limit"
 
 
 def _of_variant(finding: Finding, case: Case) -> Finding:

@@ -120,7 +120,9 @@ class Lane:
 
     def _run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
         item, slot = work.item, self._slot
-        asked = CaseRun(item, parse_case(item.case), Execution(item.execution), self._diagnosed)
+        asked = CaseRun(
+            item, parse_case(item.case), Execution(item.execution), self._diagnosed, self._options.diagnose_s
+        )
         candidate = next(each for each in plan.candidates if each.spec == item.backend)
         slot.turn_to(asked.case)
         slot.before, slot.next, slot.printed = None, self._following(work, asked), ""

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...contract import Capabilities, ForwardMode
+from ...contract.capabilities import GUESSED, unwritten
 from ...contract.head_layout import HEAD_LAYOUTS
-
-_WRITTEN = ("families", "gqa_ratios", "head_dims", "dtypes", "page_sizes", "max_context_len")
-"""Capabilities whose defaults are guesses: a backend that takes more and does not write it is tried in less."""
 
 
 def not_declared_here(declared: Capabilities) -> tuple[str, ...]:
-    """Phrases: executions of declared modes, other modes, head layouts, and capabilities that are left at a default."""
-    default = Capabilities(eager={ForwardMode.DECODE})
-    kept = [name for name in _WRITTEN if getattr(declared, name) == getattr(default, name)]
+    """Phrases: executions of declared modes, other modes, head layouts, and capabilities that the author did
+    not write."""
+    kept = [name for name in GUESSED if name in unwritten(declared)]
     if declared.families <= {"mha"}:
         kept = [name for name in kept if name != "gqa_ratios"]
     # A backend has layers with keys or with states, and nobody misses the others.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fnmatch
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from ...cases.case import Case, parse_case
 from ...cases.declared import not_declared
@@ -31,6 +33,7 @@ from ...steps.numerics import numerics_of
 from ...steps.schedule import make_schedule
 from ..hygiene.vendor_packages import NOT_HERE
 from .candidate import Candidate
+from .long_cases import long_cases
 from .narrow import not_declared_here
 from .order import ordered
 from .request import Item, Plan, Request, selection_of, unloadable
@@ -78,7 +81,8 @@ def plan_run(
             preset.append(unloadable(candidate.spec, str(error)))
             continue
         broken = broken_of(candidate)
-        if noted := tuple(map(readable, notes_of(candidate))):
+        long = long_cases(exact) if environment.emulated else ()
+        if noted := (*map(readable, notes_of(candidate)), *long):
             notes[candidate.spec] = noted
         if source := source_of(candidate):
             sources[candidate.spec] = dict(source)
@@ -265,9 +269,44 @@ def _cases_for(
 def _refused(declared: Capabilities, case: Case) -> str:
     """Reason why a named case cannot run: values that are not declared, or mean nothing in its family; or nothing."""
     if lacking := not_declared(declared, case):
-        return lacking
+        return f"{lacking}{_together_with(declared, case)}"
     names = meaningless(case)
     return f"{' and '.join(names)}, which means nothing to {case.heads.family}" if names else ""
+
+
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "a window": {"window": -1, "layer_windows": "any"},
+    "a soft cap": {"logit_cap": 0.0},
+    "sinks": {"sinks": False},
+    "its KV dtype": {"kv_dtype": "same"},
+    "its KV layout": {"kv_layout": "nhd"},
+}
+"""Settings that may be excluded by another one -> the same case without it."""
+
+
+def _together_with(declared: Capabilities, case: Case) -> str:
+    """The setting without which a named case would run, in words; empty if there is no such setting.
+
+    Both are declared then, and only the pair is excluded.
+    """
+    if not not_declared(declared, case).startswith("the server variant"):
+        return ""
+    others = {f"the server variant {word}": {"variants": case.variants - {word}} for word in sorted(case.variants)}
+    for name, without in {**_SETTINGS, **others}.items():
+        with contextlib.suppress(ValueError):
+            changed = case.with_changes(**without)
+            both = name not in not_declared(declared, case) and not not_declared(declared, changed)
+            if changed != case and both and _declared_by_itself(declared, case):
+                return f" together with {name}; each of them is declared, and no case has both"
+    return ""
+
+
+def _declared_by_itself(declared: Capabilities, case: Case) -> bool:
+    """True if any case of the mode has the server variants of this one."""
+    return all(
+        any(word in each.variants for each in generate(declared, case.mode, "core", case.seed))
+        for word in case.variants
+    )
 
 
 def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str, case: str = "") -> CaseResult:

@@ -30,6 +30,9 @@ Diagnose = Literal["first", "all", "none"]
 """Failures whose cause is looked for: the first of each symptom, all, or none."""
 DIAGNOSE: tuple[Diagnose, ...] = ("first", "all", "none")
 
+DIAGNOSE_SECONDS = 20.0
+"""Time of the diagnosis of one case-run: without a limit it can take several times as long as the case-run itself."""
+
 MOST_SECONDS = 86_400.0
 """A case-run that is not over after a day is not waited for, and no run has a longer budget."""
 
@@ -134,6 +137,8 @@ class Options:
     """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
     diagnose: Diagnose = "first"
     """Failures whose cause is looked for."""
+    diagnose_s: float | None = DIAGNOSE_SECONDS
+    """Seconds after which the diagnosis of a case-run begins no further run; None: no limit."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.jobs, int) or self.jobs < 1:
@@ -141,6 +146,8 @@ class Options:
         checked_seconds(self.timeout_s)
         if self.diagnose not in DIAGNOSE:
             raise UsageError(unknown("diagnose", self.diagnose, DIAGNOSE))
+        if self.diagnose_s is not None:
+            checked_seconds(self.diagnose_s, "diagnose-seconds")
         if self.budget_s is not None:
             checked_seconds(self.budget_s, "budget")
 
