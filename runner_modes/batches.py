@@ -99,8 +99,7 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in named if isinstance(value, torch.Tensor) and not value.is_cuda}
 
 
-# In eager batches nobody looks at the sources of states.
-_WATCHED = frozenset(path for each in BATCH_FIELDS for path in each.watched) - {"batch.state.sources"}
+_WATCHED = frozenset(path for each in BATCH_FIELDS for path in each.watched)
 """Fields of a batch that a step must not change."""
 
 

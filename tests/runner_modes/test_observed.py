@@ -16,9 +16,10 @@ from attn_testkit.runner_modes.static_inputs import make_static_inputs
 from attn_testkit.runner_modes.step_tensors import STEP_TENSORS
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.observation import Observation
-from attn_testkit.contract import ForwardBatch
+from attn_testkit.contract import AttentionBackend, ForwardBatch
 from attn_testkit.emulation import crossings, emulated_cuda
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
@@ -35,13 +36,13 @@ def device() -> Iterator[None]:
         yield
 
 
-def eager(backend: type[TorchNativeBackend], case_id: str = DECODE) -> tuple[Schedule, Observation]:
+def eager(backend: type[AttentionBackend], case_id: str = DECODE) -> tuple[Schedule, Observation]:
     schedule = make_schedule(parse_case(case_id))
     harness = ServerHarness(backend, [schedule], CUDA)
     return schedule, run_eager(harness, schedule, schedule.steps[0], Clock())
 
 
-def replays(backend: type[TorchNativeBackend], case_id: str) -> list[Observation]:
+def replays(backend: type[AttentionBackend], case_id: str) -> list[Observation]:
     schedule = make_schedule(parse_case(case_id))
     harness = ServerHarness(backend, [schedule], CUDA)
     run = run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False))
@@ -104,6 +105,24 @@ class Advances(TorchNativeBackend):
         batch = arguments[4]
         batch.seq_lens[batch.batch_size - 1].add_(1)
         return out
+
+
+class FollowsItsSources(TorchNativeStateBackend):
+    """Writes the slot of a request over the one that it continues, as if the next step began there."""
+
+    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        out = super().forward(*arguments, **named)
+        state = next(each for each in arguments if isinstance(each, ForwardBatch)).state
+        assert state is not None
+        assert state.sources is not None
+        state.sources[:1].copy_(state.indices[:1])
+        return out
+
+
+def test_a_step_may_not_write_the_sources_of_states() -> None:
+    case = "decode-gdn1x2-d128-fp16-p16-k5-shuffled-strong_decay-k128w1sb16.null.zeroed.source.kv.strided.snap16-b2prod"
+    assert names(eager(FollowsItsSources, case)[1], "now") == ["batch.state.sources"]
+    assert any(names(observed, "now") == ["batch.state.sources"] for observed in replays(FollowsItsSources, case))
 
 
 def test_an_input_travels_as_it_was_and_as_it_is() -> None:
