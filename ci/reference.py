@@ -34,7 +34,7 @@ import attn_testkit
 from attn_testkit.cases.fields import EXCLUSIVE
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.cases.server_variants.variant import ServerVariant
-from attn_testkit.cli import commands
+from attn_testkit.cli import all_commands, commands
 from attn_testkit.contract import (
     ROW_FORMATS,
     SGLANG,
@@ -134,10 +134,10 @@ def command_line() -> str:
         *_options(commands),
         "| command | what it does |",
         "|---|---|",
-        *(f"| [`{name}`](#{name}) | {_first_line(each)} |" for name, each in commands.commands.items()),
+        *(f"| [`{name}`](#{name}) | {_first_line(each)} |" for name, each in all_commands().items()),
         "",
     ]
-    for name, each in commands.commands.items():
+    for name, each in all_commands().items():
         with click.Context(each, info_name=f"attn-testkit {name}") as ctx:
             usage = " ".join(each.get_usage(ctx).removeprefix("Usage: ").split())
         lines += [f"## {name}", "", *_paragraphs(each.help or ""), "```", usage, "```", "", *_options(each)]

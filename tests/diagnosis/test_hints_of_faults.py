@@ -10,8 +10,8 @@ from functools import lru_cache
 import pytest
 from in_process import plan_run, run_item
 
-from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.results.finding import Finding
+from attn_testkit_corpus.faults.catalogue import entry_of
 
 LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"
 LATENT = (

@@ -20,8 +20,8 @@ from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, ForwardBatch
-from attn_testkit.emulation import crossings, emulated_cuda
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import crossings, emulated_cuda
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
