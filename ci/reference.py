@@ -68,12 +68,12 @@ from attn_testkit.contract import (
     index_scales,
 )
 from attn_testkit.contract.batch import DraftExtendInput, TreeMaskMode, VerifyInput, VerifyMask
+from attn_testkit.contract.dialect import Dialect
 from attn_testkit.contract.draft_decode import DraftDecodeInput
+from attn_testkit.contract.kv_split import KVSplit
 from attn_testkit.contract.layer import HeadShape
-from attn_testkit.contract.merging import KVSplit
 from attn_testkit.contract.modes import ForwardMode
 from attn_testkit.contract.row_format import Plane
-from attn_testkit.contract.server_conventions import Dialect
 from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
