@@ -138,7 +138,7 @@ class Options:
     diagnose: Diagnose = "first"
     """Failures whose cause is looked for."""
     diagnose_s: float | None = None
-    """Seconds after which the diagnosis of a case-run begins no further run; None: no limit, so that what is found does not
+    """Seconds after which the diagnosis of a case-run begins no further run; None: no limit, so that findings do not
     depend on the load of the machine. Front ends for people give one.
     """
 
