@@ -111,13 +111,14 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
         supposed = replace(data, allowed=wrong & visible)
         if not torch.equal(supposed.allowed, allowed):  # type: ignore[arg-type]
             yield Supposition(text, softmax.answer(schedule, supposed, False))
-    yield from _counted_zeros(schedule, data)
     for text, misread in misread_rows(data):
         yield Supposition(text, softmax.answer(schedule, misread, False))
     for text, keys in _misread(schedule, data):
         yield Supposition(
             text, softmax.answer(schedule, replace(data, allowed=attended_by(data, keys) & visible), False)
         )
+    # Lost keys can look like counted zeros where every value lost is small: those are asked about first.
+    yield from _counted_zeros(schedule, data)
 
 
 SPARSE = Family(
