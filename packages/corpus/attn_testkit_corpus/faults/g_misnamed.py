@@ -14,27 +14,20 @@ from .dense import DenseBackend
 _TILE = 16
 
 
-class _AccumulatesInTiles(DenseBackend):
-    """Parent: sums over keys are rounded after each tile of 16 keys."""
+@fault("general (an accumulator in the model's dtype)", "matches-oracle", "probably precision")
+class AccumulatorInBf16(DenseBackend):
+    """Products of weights and values are summed in bfloat16, tile by tile."""
 
-    narrow: torch.dtype
+    capabilities = DenseBackend.capabilities.with_changes(dtypes={"fp16", "fp32"}, kv_dtypes={"same"})
 
     def weighted_sum(self, p: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
         total = None
         for each, rows in zip(torch.split(p, _TILE, -1), torch.split(values, _TILE, 1), strict=True):
             part = torch.einsum("bhgws,bshd->bwhgd", each, rows)
-            total = (part if total is None else total + part).to(self.narrow).float()
+            total = (part if total is None else total + part).to(torch.bfloat16).float()
         assert total is not None
         return total
-
-
-@fault("general (an accumulator in the model's dtype)", "matches-oracle", "probably precision")
-class AccumulatorInBf16(_AccumulatesInTiles):
-    """Products of weights and values are summed in bfloat16, tile by tile."""
-
-    capabilities = DenseBackend.capabilities.with_changes(dtypes={"fp16", "fp32"}, kv_dtypes={"same"})
-    narrow = torch.bfloat16
 
 
 @fault(
