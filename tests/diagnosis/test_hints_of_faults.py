@@ -62,6 +62,19 @@ TOLD = [
         "eager",
         "right if the pool lies anywhere, and wrong across a multiple of 4 GiB",
     ),
+    # Which plane of the pool is wrong.
+    (
+        "scales-of-stored-keys-reset",
+        "draft-extend-gqa3x2-d64-bf16-p1-k1.2.5.9.14.2.30-n2a1x7-contiguous-gauss-kvfp8pertokenhead-w0-sink-b10prod",
+        "eager",
+        "only K scales changed, and K values, V values, V scales did not: all of them are 1",
+    ),
+    (
+        "scale-of-the-first-kv-head-alone",
+        "decode-gqa2x2-d64-fp16-p16-k15.16.17-shared-gauss-kvfp8e4m3-w46-cap1.5-sink-layers3from0varied-b6small",
+        "eager",
+        "it holds K of KV head 1 of 2 times 0.25, which is k_scale, else the right row: only a scale is wrong",
+    ),
     # What the numbers are right for.
     ("sink-swallowed-by-kwargs", LEAN, "eager", "right without sinks"),
     ("sink-scaled-like-a-logit", LEAN, "eager", "right with sinks that are scaled like logits"),
@@ -316,6 +329,12 @@ def test_the_hint_names_what_is_wrong(slug: str, case: str, execution: str, said
 
 
 MISLED = [
+    (
+        "scale-of-the-first-kv-head-alone",
+        "decode-gqa2x2-d64-fp16-p16-k15.16.17-shared-gauss-kvfp8e4m3-w46-cap1.5-sink-layers3from0varied-b6small",
+        "eager",
+        "too few heads",
+    ),
     ("v1-length-at-full-width", PACKED, "eager", "uniform stride"),
     ("verify-forgets-draft-tokens", TREE, "eager", "0 * NaN"),
     ("swa-page-table-starts-at-window-page", LEAN, "graph", "0 * NaN"),

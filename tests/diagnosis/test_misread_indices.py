@@ -154,7 +154,11 @@ def test_two_mistakes_that_give_the_same_numbers_are_not_reported(monkeypatch: p
                 yield from (found := list(supposed_of_slots(*asked)))
                 yield from (Supposition(text or each.text, each.answer) for each in found)
 
-            return SimpleNamespace(supposed_of_slots=twice, supposed=real(case).supposed, questions=frozenset())
+            own = real(case)
+            return SimpleNamespace(
+                supposed_of_slots=twice, supposed=own.supposed, questions=frozenset(), unread=own.unread,
+                with_unread_finite=own.with_unread_finite,
+            )  # fmt: skip
 
         return family
 
