@@ -150,18 +150,23 @@ def _whole_prefix(m: _Missing) -> str | None:
 
 def _same_keys(m: _Missing) -> str:
     """Other reasons for which the row attends to the same KV tokens: a window, or the end of a span."""
-    used, windows = m.attended.used, {layer.sliding_window_size for layer in make_layers(m.e.schedule.case)}
+    used = m.attended.used
     if not used or used != set(range(min(used), m.last + 1)):
         return ""
     first, others = min(used), []
     width = m.last - first
-    if m.attended.window >= 0 and width in {0, *windows} - {m.attended.window}:
+    if m.attended.window >= 0 and width in {0, *_windows(m)} - {m.attended.window}:
         others.append(f"a window of {width} instead of {m.attended.window}")
     spans = [span for span in m.request.spans if first in (span[0], span[1] + 1)]
     if spans:
         where = "begins" if spans[0][0] == first else "ends"
         others.append(f"a mask of the span {spans[0][0]}..{spans[0][1]}, which {where} there")
     return f"; or {' or '.join(others)}, since this row attends to the same KV tokens then" if others else ""
+
+
+def _windows(m: _Missing) -> set[int]:
+    """Windows of the layers of the case; -1 for those without one."""
+    return {layer.sliding_window_size for layer in make_layers(m.e.schedule.case)}
 
 
 def _end_of_the_prefix(m: _Missing) -> str | None:
