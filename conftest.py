@@ -1,1 +1,88 @@
+"""Tests of all packages. Helpers that tests of several folders share lie in ``tests/``."""
+
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before any test file imports Triton, which makes its own functions for a GPU or for its interpreter, once.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Where the tests run as a step of GitHub Actions, what is tested does not annotate that step.
+os.environ.pop("GITHUB_ACTIONS", None)
+
 pytest_plugins = ["attn_testkit.plugin", "pytester"]
+
+HERE = Path(__file__).parent / "tests"
+sys.path[:0] = [str(HERE), str(HERE / "warm")]
+
+# A busy machine is slow, and slow is not wrong. What a pull request finds does not depend on luck.
+hypothesis.settings.register_profile("kit", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("kit")
+
+# Modules and items live until the end: the collector would look at all of them again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures draw
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers whatever its process has run before."""
+    torch.default_generator.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from slow_tests import slow_first
+
+    slow_first(items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def judges_are_forked() -> Iterator[None]:
+    """Judges are forks of a process that has imported torch, here and in what tests start: ``warm/warm_judge.py``."""
+    import warm_judge
+
+    from attn_testkit.running.processes import judge_process
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        place = f"{folder}/judges"
+        code = "import sys; sys.path.insert(0, sys.argv[1]); import warm_judges; warm_judges.serve(sys.argv[2])"
+        command = [sys.executable, "-c", code, str(HERE / "warm"), place]
+        kept = subprocess.Popen(
+            command, env=judge_process._environment("cpu"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert kept.stdout is not None
+        assert kept.stdout.readline() == b"ready\n"
+        patched.setenv(warm_judge.PLACE, place)
+        patched.setenv("PYTHONPATH", str(HERE / "warm"), prepend=os.pathsep)
+        patched.setattr(judge_process, "subprocess", warm_judge.namespace())
+        yield
+        kept.communicate()
+
+
+@pytest.fixture(autouse=True)
+def judge_is_cold(request: pytest.FixtureRequest) -> None:
+    """Marked ``cold``: judges start in fresh interpreters, as they do for users."""
+    if request.node.get_closest_marker("cold"):
+        request.getfixturevalue("monkeypatch").delenv("ATTN_WARM_JUDGES")
+
+
+@pytest.fixture
+def evaluated_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``minimize`` and ``fuzz`` judge in the test's own process."""
+    from judge_here import JudgeHere
+
+    monkeypatch.setattr("attn_testkit.cli.one_by_one.JudgeProcess", JudgeHere)

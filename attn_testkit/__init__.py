@@ -8,6 +8,7 @@ ends. Authors of backends import from ``attn_testkit.contract``.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NotConformant", "Results", "__version__", "assert_conformant", "check_backend", "conformance_cases"]
 
-__version__ = "0.1.0"
-"""The version; pyproject.toml reads it from here."""
+__version__ = Path(__file__).with_name("VERSION").read_text("utf-8").strip()
+"""The version, which each pyproject.toml reads from the same file."""
 
 _HOMES = {
     "NotConformant": ".reports.outcome",

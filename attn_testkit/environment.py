@@ -14,8 +14,7 @@ from functools import lru_cache, partial
 import torch
 from packaging.requirements import Requirement
 
-from .contract import Capabilities, ForwardMode, Requires
-from .emulation import (
+from cuda_on_cpu import (
     LIMITS,
     Policy,
     add_device_memory,
@@ -26,12 +25,14 @@ from .emulation import (
     orderly_stream,
     peak_above,
 )
-from .emulation import (
+from cuda_on_cpu import (
     compiled_regions_run as compiled_regions_run,
 )
-from .emulation import (
+from cuda_on_cpu import (
     scratch as scratch,
 )
+
+from .contract import Capabilities, ForwardMode, Requires
 from .graphs.addresses import map_across
 from .graphs.allocator import give_back_idle_memory
 from .graphs.poison import dirty_fresh_memory, fresh_memory

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .distributions import CUDA_ON_CPU, SERVERS, folder_of
 from .results.texts import message_of, readable
 
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 GROUP = "attn_testkit.backends"
 """Entry-point group in which a distribution registers short names: ``triton = "pkg.module:Class"``."""
 
-BRIDGES: Mapping[str, str] = {"sglang": "attn_testkit.bridges.sglang", "vllm": "attn_testkit.bridges.vllm"}
-"""Server -> module whose ``backend_class(name)`` returns that server's own backend: ``sglang:triton``."""
+BRIDGES = "attn_testkit.bridges"
+"""Entry-point group of bridges: ``sglang = "pkg.module"``, whose ``backend_class(name)`` returns that server's own
+backend, ``sglang:triton``."""
+
+OF_SERVERS = ("sglang", "vllm")
+"""Servers whose bridges are in attn-testkit-servers."""
 
 
 class UsageError(Exception):
@@ -94,8 +99,10 @@ def load_backend(spec: str) -> type[AttentionBackend]:
     module_name, _, class_path = spec.partition(":")
     if not module_name or not class_path:
         raise BackendNotFound(f"backend {spec!r} is incomplete; write module:Class")
-    if module_name in BRIDGES:
-        return checked_class(spec, _of_server(spec, BRIDGES[module_name], class_path))
+    if module_name in bridges():
+        return checked_class(spec, _of_server(spec, bridges()[module_name], class_path))
+    if module_name in OF_SERVERS:
+        raise BackendNotFound(f"backend {spec!r}: the bridge to {module_name} {SERVERS.is_missing}")
     if "/" in module_name:
         raise BackendNotFound(_is_a_file(spec, module_name, class_path))
     found: object = _import(spec, module_name)
@@ -119,6 +126,12 @@ def origin_of(spec: str) -> Origin:
     if owners:
         return Origin(owners[0], metadata.version(owners[0]))
     return Origin(file=_file_of(top))
+
+
+@lru_cache(maxsize=1)
+def bridges() -> Mapping[str, str]:
+    """Server -> module of its bridge, of every distribution that is installed."""
+    return {point.name: point.value for point in metadata.entry_points(group=BRIDGES)}
 
 
 @lru_cache(maxsize=1)
@@ -159,7 +172,7 @@ def _registered_spec(name: str) -> str:
     if name in points:
         _refuse_two_of_a_name(name)
         return points[name].value
-    if name in BRIDGES:
+    if name in bridges() or name in OF_SERVERS:
         raise BackendNotFound(f"{name!r} is a server; name one of its backends, {name}:NAME")
     known = " (write module:Class)"
     if points:
@@ -234,8 +247,9 @@ def import_failure(error: BaseException) -> str:
 
 
 _KIT = re.escape(str(Path(__file__).parent))
+_EMULATION = re.escape(folder_of(CUDA_ON_CPU) or "/nowhere/")
 _MACHINERY = re.compile(
-    rf"importlib|<string>|/site-packages/(torch|triton)/|{_KIT}/(\w+\.py|(contract|emulation|graphs)/)"
+    rf"importlib|<string>|/site-packages/(torch|triton)/|{_KIT}/(\w+\.py|(contract|graphs)/)|{_EMULATION}\w+\.py"
 )
 """Files whose frames belong to no author: import machinery, torch, the emulation, the contract's refusals."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,8 @@ STEPS = {
 }
 """Name of a file and function -> the step that it is; what it calls belongs to it unless that is a separate step."""
 _REST = "the rest"
-_KIT = f"{os.sep}attn_testkit{os.sep}"
+_EMULATION = f"{os.sep}cuda_on_cpu{os.sep}"
+_KIT = re.compile(rf"{re.escape(os.sep)}attn_testkit(?:_corpus|_servers)?{re.escape(os.sep)}")
 _MODES = f"{os.sep}runner_modes{os.sep}"
 _EVERY = 0.001
 """Seconds of CPU time between two samples, where the system measures as finely."""
@@ -46,9 +48,10 @@ def _room(file: str) -> str:
     """The package of the kit that a file belongs to; empty for any other file."""
     if _MODES in file:
         return "runner_modes"
-    if _KIT not in file:
-        return ""
-    return file.rpartition(_KIT)[2].partition(os.sep)[0].removesuffix(".py")
+    if _EMULATION in file:
+        return "cuda_on_cpu"
+    *_, inside = _KIT.split(file)
+    return "" if inside == file else inside.partition(os.sep)[0].removesuffix(".py")
 
 
 def parts(stacks: Sequence[tuple[Sequence[Frame], int]]) -> list[tuple[str, float, dict[str, float]]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attn_testkit.checks import CHECKS, Check
-from attn_testkit.faults import all_controls, all_faults, all_known_bugs, thread_address
-from attn_testkit.faults.catalogue import CLASSES
+from attn_testkit_corpus.faults import all_controls, all_faults, all_known_bugs, thread_address
+from attn_testkit_corpus.faults.catalogue import CLASSES
 
 __all__ = ["check_pages"]
 

@@ -17,8 +17,13 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parents[1]
-_HINTS = ("diagnosis", "checks", "emulation/errors.py", "graphs")
-"""Where hints are written, in the package."""
+_HINTS = (
+    "attn_testkit/diagnosis",
+    "attn_testkit/checks",
+    "packages/cuda_on_cpu/cuda_on_cpu/errors.py",
+    "attn_testkit/graphs",
+)
+"""Where hints are written."""
 _SENTENCE = re.compile(r"(?<=[.?!])\s+(?=[A-Z`*\[])")
 _LEAST_WORDS = 5
 
@@ -35,7 +40,7 @@ def sentences() -> Iterator[tuple[str, str]]:
 
 def _python(*parts: str) -> Iterator[tuple[str, ast.Module]]:
     for part in parts:
-        path = ROOT / "attn_testkit" / part
+        path = ROOT / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             yield str(file.relative_to(ROOT)), ast.parse(file.read_text("utf-8"))
 

@@ -16,9 +16,9 @@ import sys
 
 import click
 
-from attn_testkit.audit import Settings, audit
-from attn_testkit.audit.verdicts import FaultVerdict, Verdict, caught_before
-from attn_testkit.faults import all_faults
+from attn_testkit_corpus.audit import Settings, audit
+from attn_testkit_corpus.audit.verdicts import FaultVerdict, Verdict, caught_before
+from attn_testkit_corpus.faults import all_faults
 
 _HINTS = 2
 

@@ -78,9 +78,9 @@ def plan_of(backend: str, tier: str) -> Record:
 
 def names_of_corpus(folder: str) -> list[str]:
     """Names of everything that an audit runs: of the corpus, or of a folder of field bugs."""
-    from attn_testkit.faults import all_controls, all_faults
-    from attn_testkit.faults.adversarial import all_adversarial
-    from attn_testkit.faults.catalogue import field_bugs_in
+    from attn_testkit_corpus.faults import all_controls, all_faults
+    from attn_testkit_corpus.faults.adversarial import all_adversarial
+    from attn_testkit_corpus.faults.catalogue import field_bugs_in
 
     entries = field_bugs_in(folder) if folder else (*all_faults(), *all_controls(), *all_adversarial())
     return [entry.slug for entry in entries]

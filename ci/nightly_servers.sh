@@ -4,7 +4,7 @@
 #   ci/nightly_servers.sh OUT [NIGHTS]
 #
 # Makes the environments of ci/servers.sh that are not there yet. Writes OUT/ENVIRONMENT/report.json, report.html and the rest
-# of what ci/nightly.sh writes; NIGHTS/ENVIRONMENT keeps records of earlier nights. What is declared in tests/bridges/ beyond
+# of what ci/nightly.sh writes; NIGHTS/ENVIRONMENT keeps records of earlier nights. What is declared in packages/servers/tests/bridges/ beyond
 # the bridges, because the server offers it and is wrong there, runs as well, with the known failures of ci/servers/. The
 # environment public-kernels runs the adapters of tests/kernels/: Triton kernels of servers and of others, without a server.
 # Goes through all of them, and fails with the first exit code that was not 0.
@@ -54,7 +54,7 @@ for name in "${names[@]}"; do
     continue
   fi
   bash ci/servers.sh "$name"
-  PYTHONPATH="$PWD/tests/bridges:$PWD/tests/kernels${PYTHONPATH:+:$PYTHONPATH}" ATTN_PYTHON="$PWD/build/servers/$name/bin/python" \
+  PYTHONPATH="$PWD/packages/servers/tests/bridges:$PWD/tests/kernels${PYTHONPATH:+:$PYTHONPATH}" ATTN_PYTHON="$PWD/build/servers/$name/bin/python" \
     ATTN_BACKENDS="${backends[$name]}" ATTN_KNOWN="ci/servers/${known[$name]}" ATTN_TIER="${ATTN_TIER:-smoke}" \
     bash ci/nightly.sh "$out/$name" ${nights:+"$nights/$name"} || { code=$?; [[ $status -ne 0 ]] || status=$code; }
 done

@@ -14,20 +14,14 @@ echo "== style"
 "$python" -m ruff format --check --quiet .
 "$python" ci/vocabulary.py --check
 
-echo "== wheel: complete, and typed as it ships"
-# setuptools puts what an earlier build left there into the wheel, modules that have moved too.
-rm -rf build/lib build/bdist.*
+echo "== wheels: complete, working alone, and typed as they ship"
 built="$(mktemp -d)"
 trap 'rm -rf "$built"' EXIT
-"$python" -m pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation --wheel-dir "$built" .
-"$python" -m zipfile -e "$built"/*.whl "$built/unpacked"
-diff \
-  <(find attn_testkit runner_modes -type f ! -name '*.pyc' ! -name README.md | sed 's|^runner_modes/|attn_testkit/runner_modes/|' | sort) \
-  <(cd "$built/unpacked" && find attn_testkit -type f | sort) ||
-  { echo "ci/pr.sh: the wheel lacks the files marked <; see [tool.setuptools] in pyproject.toml" >&2; exit 1; }
+bash ci/wheels.sh "$built"
 # Fills the time in which a test waits for a process; what it says comes after them.
 (cd "$built/unpacked" &&
-  nice "$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" -p attn_testkit) > "$built/types" 2>&1 &
+  nice "$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" -p attn_testkit \
+    -p cuda_on_cpu -p attn_testkit_corpus -p attn_testkit_servers) > "$built/types" 2>&1 &
 types=$!
 
 echo "== tests"
@@ -38,7 +32,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Tests start hundreds of processes. Each compiles the kit again where nobody may keep bytecode, and pytest rewrites every test
 # file for each worker. It is kept beside the files: with PYTHONPYCACHEPREFIX torch would be compiled again, whose bytecode pip made.
 unset PYTHONDONTWRITEBYTECODE
-# Slow tests start first (tests/conftest.py), and a worker that is through takes over what another has not begun.
+# Slow tests start first (conftest.py), and a worker that is through takes over what another has not begun.
 tested=0
 "$python" -m pytest -n "${ATTN_WORKERS:-$((cores < 4 ? cores : 4))}" --dist worksteal "$@" || tested=$?
 

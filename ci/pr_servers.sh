@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One smoke of a server's own backend, unchanged, on a CPU: what a pull request asks of the bridges. The nightly runs the rest
-# (ci/nightly_servers.sh, and tests/bridges in the same environments).
+# (ci/nightly_servers.sh, and packages/servers/tests/bridges in the same environments).
 #
 #   ci/pr_servers.sh NAME    an environment of ci/servers/: sglang-0.5.23, vllm-0.33.0
 #

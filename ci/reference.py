@@ -34,7 +34,7 @@ import attn_testkit
 from attn_testkit.cases.fields import EXCLUSIVE
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.cases.server_variants.variant import ServerVariant
-from attn_testkit.cli import commands
+from attn_testkit.cli import all_commands, commands
 from attn_testkit.contract import (
     ROW_FORMATS,
     SGLANG,
@@ -68,12 +68,12 @@ from attn_testkit.contract import (
     index_scales,
 )
 from attn_testkit.contract.batch import DraftExtendInput, TreeMaskMode, VerifyInput, VerifyMask
+from attn_testkit.contract.dialect import Dialect
 from attn_testkit.contract.draft_decode import DraftDecodeInput
+from attn_testkit.contract.kv_split import KVSplit
 from attn_testkit.contract.layer import HeadShape
-from attn_testkit.contract.merging import KVSplit
 from attn_testkit.contract.modes import ForwardMode
 from attn_testkit.contract.row_format import Plane
-from attn_testkit.contract.server_conventions import Dialect
 from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
@@ -134,10 +134,10 @@ def command_line() -> str:
         *_options(commands),
         "| command | what it does |",
         "|---|---|",
-        *(f"| [`{name}`](#{name}) | {_first_line(each)} |" for name, each in commands.commands.items()),
+        *(f"| [`{name}`](#{name}) | {_first_line(each)} |" for name, each in all_commands().items()),
         "",
     ]
-    for name, each in commands.commands.items():
+    for name, each in all_commands().items():
         with click.Context(each, info_name=f"attn-testkit {name}") as ctx:
             usage = " ".join(each.get_usage(ctx).removeprefix("Usage: ").split())
         lines += [f"## {name}", "", *_paragraphs(each.help or ""), "```", usage, "```", "", *_options(each)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds wheel and sdist, checks what is in them, and tries them in clean environments: ci/release.sh [OUT]
+# Builds wheel and sdist of the four distributions, checks what is in them, and tries them in clean environments: ci/release.sh [OUT]
 #
 #   ATTN_PYTHONS="python3.11 python3.13"  interpreters to try; default: each supported one on PATH or of pyenv
 #   ATTN_TORCH_INDEX=URL                  where torch's CPU builds are, beside pip's own sources
@@ -38,7 +38,7 @@ pythons() { # the path of each interpreter to try
 }
 
 grep -v '^torch==' "$root/ci/constraints.txt" > "$work/constraints.txt"
-constraints=(-c "$work/constraints.txt")
+constraints=(-c "$work/constraints.txt" --find-links "$work/dist") # the others of the four are on no index
 mapfile -t found < <(pythons)
 ((${#found[@]})) || fail "no Python of ${minor_versions[*]} is here"
 here=" $(for python in "${found[@]}"; do "$python" -c "import sys; print('%d.%d' % sys.version_info[:2], end=' ')"; done)"
@@ -53,14 +53,17 @@ echo "== build"
 git -C "$root" diff --quiet HEAD || echo "ci/release.sh: uncommitted changes are not part of the release" >&2
 mkdir "$work/tree"
 git -C "$root" archive HEAD | tar -x -C "$work/tree"
-(cd "$work/tree" && "$work/tools/bin/python" -m build --no-isolation --outdir "$work/dist" . > "$work/build.log" 2>&1) ||
-  { tail -n 20 "$work/build.log" >&2; fail "the build failed"; }
-wheel="$(ls "$work"/dist/*.whl)" sdist="$(ls "$work"/dist/*.tar.gz)"
+folders=(. packages/cuda_on_cpu packages/corpus packages/servers)
+for folder in "${folders[@]}"; do
+  (cd "$work/tree" && "$work/tools/bin/python" -m build --no-isolation --outdir "$work/dist" "$folder" > "$work/build.log" 2>&1) ||
+    { tail -n 20 "$work/build.log" >&2; fail "the build of $folder failed"; }
+done
+wheel="$(ls "$work"/dist/attn_testkit-*.whl)" sdist="$(ls "$work"/dist/attn_testkit-*.tar.gz)"
 ls -l "$work/dist"
 
 echo "== contents, licence, metadata, size"
-"$work/tools/bin/twine" --no-color check --strict "$wheel" "$sdist"
-"$work/tools/bin/python" "$root/ci/release_contents.py" "$work/tree" "$wheel" "$sdist" "$most_kilobytes"
+"$work/tools/bin/twine" --no-color check --strict "$work"/dist/*
+"$work/tools/bin/python" "$root/ci/release_contents.py" "$work/tree" "$work/dist" "$most_kilobytes"
 
 smoke() { # environment, description, arguments of `run`
   local bin="$1/bin" what="$2"
@@ -95,6 +98,14 @@ for python in "${found[@]}"; do
   "$environment/bin/pip" --quiet uninstall --yes attn-testkit
   "${pip[@]}" --no-deps "$sdist" 2> "$work/pip.log" || { cat "$work/pip.log" >&2; fail "$name: the sdist cannot be installed"; }
   smoke "$environment" "$name, from the sdist" --backend torch_native --execution eager
+  if "${pip[@]}" "${constraints[@]}" "$wheel[audit,servers]" 2> "$work/pip.log"; then
+    (cd "$work" && "$environment/bin/attn-testkit" audit --device cpu --fault qlens-packed-vs-uniform-stride \
+      > "$work/smoke.log" 2>&1) || { tail -n 30 "$work/smoke.log" >&2; fail "$name, extra audit: a seeded bug is not caught"; }
+    "$environment/bin/attn-testkit" record --help > /dev/null || fail "$name, extra servers: there is no record"
+    tried+=("$name, extras audit and servers")
+  else
+    not_covered+=("$name, extras audit and servers: $(tail -n 1 "$work/pip.log")")
+  fi
   if "${pip[@]}" "${constraints[@]}" "$wheel[xdist,fuzz]" 2> "$work/pip.log"; then
     printf '[pytest]\n' > "$work/pytest.ini"
     (cd "$work" && "$environment/bin/python" -m pytest -q -n 1 --pyargs attn_testkit.suite --attn-backend=torch_native \
@@ -124,7 +135,7 @@ for python in "${found[@]}"; do
 done
 
 mkdir -p "$out"
-cp "$wheel" "$sdist" "$out/"
+cp "$work"/dist/* "$out/"
 echo "== built into $out"
 printf 'tried      %s\n' "${tried[@]:-nothing}"
 printf 'not tried  %s\n' "${not_covered[@]:-nothing}"

@@ -1,28 +1,49 @@
-"""Check of the contents of a wheel and an sdist: files, license, version, size.
+"""Check of the contents of the wheels and sdists of the four distributions: files, license, version, size.
 
-python ci/release_contents.py TREE WHEEL SDIST MOST_KILOBYTES
+python ci/release_contents.py TREE DIST MOST_KILOBYTES
 """
 
 from __future__ import annotations
 
-import ast
 import email
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-NEEDED_IN_SDIST = ("LICENSE", "README.md", "pyproject.toml", "attn_testkit/__init__.py", "runner_modes/__init__.py")
+
+@dataclass(frozen=True)
+class Distribution:
+    """A folder of the tree that a wheel and an sdist are built from."""
+
+    folder: str
+    packages: tuple[tuple[str, str], ...]
+    """(package in the folder, its path in the wheel)."""
+    needed: tuple[str, ...]
+    """Files that the sdist must have, besides the packages."""
 
 
-def main(tree: Path, wheel: Path, sdist: Path, most_kilobytes: int) -> int:
+_NEEDED = ("LICENSE", "README.md", "pyproject.toml")
+DISTRIBUTIONS = (
+    Distribution(
+        ".", (("attn_testkit", "attn_testkit"), ("runner_modes", "attn_testkit/runner_modes")),
+        (*_NEEDED, "attn_testkit/VERSION", "attn_testkit/__init__.py", "runner_modes/__init__.py"),
+    ),
+    Distribution("packages/cuda_on_cpu", (("cuda_on_cpu", "cuda_on_cpu"),), (*_NEEDED, "VERSION")),
+    Distribution("packages/corpus", (("attn_testkit_corpus", "attn_testkit_corpus"),), (*_NEEDED, "VERSION")),
+    Distribution("packages/servers", (("attn_testkit_servers", "attn_testkit_servers"),), (*_NEEDED, "VERSION")),
+)  # fmt: skip
+
+
+def main(tree: Path, dist: Path, most_kilobytes: int) -> int:
     """Print each complaint; return 1 if there is any."""
     complaints = [
-        *_of_wheel(tree, wheel),
-        *_of_sdist(tree, sdist),
-        *_of_size((wheel, sdist), most_kilobytes),
+        each for distribution in DISTRIBUTIONS for each in _complaints(tree, dist, distribution, most_kilobytes)
     ]
     for complaint in complaints:
         print(f"ci/release_contents.py: {complaint}", file=sys.stderr)
@@ -30,36 +51,46 @@ def main(tree: Path, wheel: Path, sdist: Path, most_kilobytes: int) -> int:
 
 
 def version_in(tree: Path) -> str:
-    """Read ``attn_testkit.__version__`` without importing it."""
-    for node in ast.parse((tree / "attn_testkit" / "__init__.py").read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__version__":
-            return str(ast.literal_eval(node.value))
-    raise SystemExit("attn_testkit/__init__.py sets no __version__")
+    """The version that all of them have."""
+    return (tree / "attn_testkit" / "VERSION").read_text("utf-8").strip()
 
 
-def _of_wheel(tree: Path, wheel: Path) -> Iterator[str]:
+def _complaints(tree: Path, dist: Path, distribution: Distribution, most_kilobytes: int) -> Iterator[str]:
+    folder = tree / distribution.folder
+    project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+    stem = f"{project['name'].replace('-', '_')}-{version_in(tree)}"
+    wheel, sdist = dist / f"{stem}-py3-none-any.whl", dist / f"{stem}.tar.gz"
+    if missing := [file.name for file in (wheel, sdist) if not file.exists()]:
+        yield f"there is no {' and no '.join(missing)}"
+        return
+    said = [
+        *_of_wheel(tree, folder, distribution, project, wheel),
+        *_of_sdist(folder, distribution, sdist),
+        *_of_size((wheel, sdist), most_kilobytes),
+    ]
+    yield from (f"{stem}: {each}" for each in said)
+
+
+def _of_wheel(
+    tree: Path, folder: Path, distribution: Distribution, project: dict[str, Any], wheel: Path
+) -> Iterator[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        info = f"attn_testkit-{version_in(tree)}.dist-info"
+        info = f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info"
         wanted = {
-            _shipped(path.relative_to(tree)) for top in ("attn_testkit", "runner_modes") for path in _files(tree / top)
+            str(PurePosixPath(inside, path.relative_to(folder / package)))
+            for package, inside in distribution.packages
+            for path in _files(folder / package)
         }
-        found = {name for name in names if not name.startswith("attn_testkit-")}
-        yield from _difference("the wheel", wanted, found)
-        for name in ("METADATA", "licenses/LICENSE", "entry_points.txt"):
+        yield from _difference("the wheel", wanted, {name for name in names if not name.startswith(f"{info}/")})
+        joins = ("entry_points.txt",) if "scripts" in project or "entry-points" in project else ()
+        for name in ("METADATA", "licenses/LICENSE", *joins):
             if f"{info}/{name}" not in names:
                 yield f"the wheel lacks {info}/{name}"
                 return
-        yield from _of_metadata(tree, email.message_from_bytes(archive.read(f"{info}/METADATA")))
+        yield from _of_metadata(tree, project, email.message_from_bytes(archive.read(f"{info}/METADATA")))
         if archive.read(f"{info}/licenses/LICENSE") != (tree / "LICENSE").read_bytes():
             yield "the wheel's licence is not the tree's"
-
-
-def _shipped(path: Path) -> str:
-    """Path in the wheel of a file of the tree."""
-    return str(
-        PurePosixPath("attn_testkit", *path.parts) if path.parts[0] == "runner_modes" else PurePosixPath(*path.parts)
-    )
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -72,21 +103,22 @@ def _difference(where: str, wanted: Iterable[str], found: Iterable[str]) -> Iter
     yield from (f"{where} has {name}, which is not in the tree" for name in sorted(found - wanted))
 
 
-def _of_metadata(tree: Path, metadata: Message) -> Iterator[str]:
-    version = version_in(tree)
-    for name, wanted in (("Name", "attn-testkit"), ("Version", version), ("License-Expression", "Apache-2.0")):
+def _of_metadata(tree: Path, project: dict[str, Any], metadata: Message) -> Iterator[str]:
+    expected = {"Name": project["name"], "Version": version_in(tree), "License-Expression": "Apache-2.0"}
+    for name, wanted in expected.items():
         if metadata[name] != wanted:
             yield f"the metadata's {name} is {metadata[name]!r}, expected {wanted!r}"
     if not metadata["Requires-Python"] or not metadata.get_payload():
         yield "the metadata lack Requires-Python or the README"
 
 
-def _of_sdist(tree: Path, sdist: Path) -> Iterator[str]:
+def _of_sdist(folder: Path, distribution: Distribution, sdist: Path) -> Iterator[str]:
     with tarfile.open(sdist) as archive:
+        # A link would lead out of it.
         names = {str(PurePosixPath(*PurePosixPath(member.name).parts[1:])) for member in archive if member.isfile()}
-    yield from (f"the sdist lacks {name}" for name in NEEDED_IN_SDIST if name not in names)
-    code = {str(path.relative_to(tree)) for top in ("attn_testkit", "runner_modes") for path in _files(tree / top)}
-    yield from (f"the sdist lacks {name}" for name in sorted(code - names))
+    yield from (f"the sdist lacks {name}" for name in distribution.needed if name not in names)
+    code = {str(path.relative_to(folder)) for package, _ in distribution.packages for path in _files(folder / package)}
+    yield from (f"the sdist lacks {name}" for name in sorted(code - names - set(distribution.needed)))
     yield from (f"the sdist has {name}" for name in sorted(names) if name.endswith(".pyc") or name.startswith(".venv"))
 
 
@@ -98,6 +130,6 @@ def _of_size(files: Iterable[Path], most_kilobytes: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 5 or not sys.argv[4].isdecimal():
+    if len(sys.argv) != 4 or not sys.argv[3].isdecimal():
         raise SystemExit(__doc__)
-    sys.exit(main(*map(Path, sys.argv[1:4]), int(sys.argv[4])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))

@@ -24,7 +24,7 @@ for name in "${names[@]}"; do
   pins="ci/servers/$name.txt" env="build/servers/$name"
   [[ -f "$pins" ]] || { echo "ci/servers.sh: there is no $pins; there are: $(cd ci/servers && echo *.txt)" >&2; exit 4; }
   # An environment that was moved runs somebody else's code: its place belongs to what is wanted.
-  wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt "$pins" pyproject.toml; echo "$torch_index"; } | sha256sum)"
+  wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt "$pins" pyproject.toml packages/*/pyproject.toml; echo "$torch_index"; } | sha256sum)"
   [[ -f "$env/ready" && "$(cat "$env/ready")" == "$wanted" ]] && continue
   echo "ci/servers.sh: installing into $env: 3 to 4 GB, some minutes" >&2
   "$python" -m venv --clear "$env"
@@ -33,7 +33,7 @@ for name in "${names[@]}"; do
   "${pip[@]}" -c ci/constraints.txt ${torch_index:+--no-deps --index-url "$torch_index"} torch
   "$env/bin/python" -c 'import importlib.metadata as m; m.version("triton")' 2> /dev/null ||
     "${pip[@]}" -c ci/constraints.txt 'triton<=3.9.0'
-  "${pip[@]}" -c ci/constraints.txt --no-build-isolation -e '.[xdist]'
+  "${pip[@]}" -c ci/constraints.txt --no-build-isolation -e packages/cuda_on_cpu -e '.[xdist]' -e packages/corpus -e packages/servers
   "${pip[@]}" --no-deps -r ci/vendor.txt
   # Without a GPU a server with a torch for CUDA imports kernels that come compiled.
   "$env/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None and not torch.cuda.is_available())' ||

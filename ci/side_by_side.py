@@ -9,8 +9,9 @@ tolerances and its production graph runners; ``ci/side/theirs.py`` says what had
 the same shapes, as far as its ids can say them, and then tier smoke as people run it. Both run in this kit's emulation
 of CUDA, one after the other, each in its own process, and neither's imports are counted.
 
-Each bug of ``tests/bridges/sglang_bugs.py`` is then put into the same class for both: SGLang's kit runs all its cases,
-this one those of the mode and execution in which the bug shows. Exit code 0 when it was measured, whatever was found.
+Each bug of ``packages/servers/tests/bridges/sglang_bugs.py`` is then put into the same class for both: SGLang's kit
+runs all its cases, this one those of the mode and execution in which the bug shows. Exit code 0 when it was measured,
+whatever was found.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _chosen(backend: str, bugs: tuple[str, ...]) -> list[str]:
 
 def _versions() -> dict[str, str]:
     """Versions of what is compared. Ends with advice if this is not an environment of ``ci/servers.sh``."""
-    from attn_testkit.bridges.sglang.versions import CURRENT, supported
+    from attn_testkit_servers.bridges.sglang.versions import CURRENT, supported
 
     run = f"then `build/servers/sglang-{CURRENT}/bin/python ci/side_by_side.py`"
     try:

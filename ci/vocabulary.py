@@ -26,8 +26,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-_ROOTS = ("attn_testkit", "runner_modes", "docs")
-_PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")
+_DISTRIBUTIONS = (
+    "packages/cuda_on_cpu/cuda_on_cpu",
+    "packages/corpus/attn_testkit_corpus",
+    "packages/servers/attn_testkit_servers",
+)
+_ROOTS = ("attn_testkit", "runner_modes", *_DISTRIBUTIONS, "docs")
+_PAGES = (
+    *("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md"),
+    *(f"packages/{name}/README.md" for name in ("cuda_on_cpu", "corpus", "servers")),
+)
 _ENDINGS = (".py", ".md", ".j2", ".toml")
 
 # A docstring that begins with one of these words needs the line above it.
@@ -176,6 +184,8 @@ def _lines(source: str) -> Iterator[tuple[list[Line], bool]]:
 def group_of(name: str) -> str:
     """The package of a file of the kit, ``docs`` for all pages in it, or the page itself."""
     parts = name.split("/")
+    if parts[0] == "packages":
+        return "cuda_on_cpu" if parts[1] == "cuda_on_cpu" else parts[min(3, len(parts) - 1)].partition(".")[0]
     if parts[0] != "attn_testkit":
         return parts[0]
     return parts[1].partition(".")[0]

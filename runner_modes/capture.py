@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from attn_testkit.cases.case import Case
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import side_stream
-from attn_testkit.families.recurrent.data import slots_listed
 from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
 from attn_testkit.graphs.poison import poisoned
@@ -30,6 +28,7 @@ from .mode_runner import ModeRunner
 from .mode_runners import MODE_RUNNERS
 from .observe import Readable, readable
 from .static_inputs import StaticInputs, make_static_inputs
+from .step_tensors import STEP_TENSORS
 from .warm_ups import uneven_warm_ups
 
 
@@ -128,16 +127,11 @@ def capture_schedules(
             )
         fill = 0 if harness.pads_with_nothing else fill_value(harness.backend)
     # A server has all its buffers before its first capture.
-    static = [make_static_inputs(harness, each, fill, _listed(harness, each.case)) for each in schedules]
+    static = [make_static_inputs(harness, each, fill, STEP_TENSORS) for each in schedules]
     return tuple(
         _capture_schedule(harness, schedule, inputs, fill, pool, clock, filled)
         for schedule, inputs in zip(schedules, static, strict=True)
     )
-
-
-def _listed(harness: ServerHarness, case: Case) -> int:
-    """Slots of states that a batch of a mode lists per request: each node's in target-verify by slots."""
-    return slots_listed(case) if harness.context.state and case.tree is not None else 1
 
 
 def _capture_schedule(

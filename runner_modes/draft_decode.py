@@ -22,6 +22,7 @@ from .decode import head_over_all_rows
 from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, Rows
 from .static_inputs import StaticInputs
+from .step_tensor import StepTensor
 
 
 def _draft(staged: StagedStep) -> Draft:
@@ -68,12 +69,12 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
     draft = static.schedule.case.draft
     assert draft is not None
     branches, steps = draft.branches, draft.steps
-    return _spec(static.draft_slots[: bs * branches * steps], branches, steps)
+    return _spec(static["draft_slots"][: bs * branches * steps], branches, steps)
 
 
 def _static_rows(static: StaticInputs, bs: int, branches: int) -> dict[str, torch.Tensor]:
     names = ("input_ids", "positions", "out_cache_loc")
-    return {name: getattr(static, name)[: bs * branches] for name in names}
+    return {name: static[name][: bs * branches] for name in names}
 
 
 def _captured_extends(
@@ -99,14 +100,14 @@ def _replay_spec(
 ) -> DraftDecodeInput:
     draft = _draft(staged)
     live = staged.step.bs * draft.branches * draft.steps
-    return _spec(static.draft_slots[:live], draft.branches, draft.steps)
+    return _spec(static["draft_slots"][:live], draft.branches, draft.steps)
 
 
 def _replay_extends(
     harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, fill: int
 ) -> Mapping[str, Any]:
     branches = _draft(staged).branches
-    live = static.out_cache_loc[: staged.step.bs * branches]
+    live = static["out_cache_loc"][: staged.step.bs * branches]
     return {**_static_rows(static, bs, branches), "out_cache_loc": live}
 
 
@@ -142,3 +143,13 @@ DRAFT_DECODE = ModeRunner(
     returned_rows=_live_rows,
     finish=head_over_all_rows,
 )
+DRAFT_DECODE_TENSORS = (
+    StepTensor(
+        "draft_slots",
+        torch.int64,
+        entries=lambda context, case: case.draft.branches * case.draft.steps if case.draft else 0,
+        padded=lambda harness, schedule, fill: harness.padding_slot(0),
+        watched=("batch.spec_info.out_cache_loc",),
+    ),
+)
+"""Slots of all forwards."""

@@ -14,10 +14,12 @@ import torch
 
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
+from attn_testkit.steps.data import HIDDEN
 
 from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, one_a_request
 from .static_inputs import StaticInputs
+from .step_tensor import StepTensor
 
 
 def accepted_counts(staged: StagedStep) -> torch.Tensor:
@@ -66,13 +68,13 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
     """Make ``spec_info`` of a bucket's dummy batch, for both draft-extends: every request has the full width."""
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return DraftExtendInput(
-        hidden_states=static.hidden_states[: bs * width],
-        num_correct_drafts=static.num_correct_drafts[:bs],
-        num_accept_tokens=static.num_accept_tokens[:bs],
-        positions=static.positions[: bs * width],
+        hidden_states=static["hidden_states"][: bs * width],
+        num_correct_drafts=static["num_correct_drafts"][:bs],
+        num_accept_tokens=static["num_accept_tokens"][:bs],
+        positions=static["positions"][: bs * width],
         num_accept_tokens_cpu=[width] * bs if mirrors else None,
         num_tokens_per_req=captured_width(harness, width),
-        extend_seq_lens_tensor=static.extend_seq_lens[:bs],
+        extend_seq_lens_tensor=static["extend_seq_lens"][:bs],
         extend_seq_lens_cpu=[width] * bs if mirrors or harness.case.mode is ForwardMode.DRAFT_EXTEND_V2 else None,
     )
 
@@ -98,12 +100,12 @@ def _replay_spec(
     mirrors = harness.capabilities.needs_cpu_seq_lens
     counts = accepted_counts(staged).tolist() + [0 if harness.pads_with_nothing else width] * (bs - staged.step.bs)
     return DraftExtendInput(
-        hidden_states=static.hidden_states[: staged.step.tokens],
-        num_correct_drafts=static.num_correct_drafts[:bs],
-        num_accept_tokens=static.num_accept_tokens[:bs],
-        positions=static.positions[: bs * width],
+        hidden_states=static["hidden_states"][: staged.step.tokens],
+        num_correct_drafts=static["num_correct_drafts"][:bs],
+        num_accept_tokens=static["num_accept_tokens"][:bs],
+        positions=static["positions"][: bs * width],
         num_accept_tokens_cpu=counts if mirrors else None,
-        extend_seq_lens_tensor=static.extend_seq_lens[:bs],
+        extend_seq_lens_tensor=static["extend_seq_lens"][:bs],
         extend_seq_lens_cpu=counts if mirrors else None,
     )
 
@@ -136,4 +138,28 @@ DRAFT_EXTEND = ModeRunner(
     replay_spec=_replay_spec,
     finish=_finish,
     returned_rows=one_a_request,
+)
+DRAFT_EXTEND_TENSORS = (
+    StepTensor(
+        "num_accept_tokens",
+        torch.int32,
+        padded=lambda harness, schedule, fill: schedule.case.width,
+        watched=("batch.spec_info.num_accept_tokens",),
+    ),
+    StepTensor(
+        "num_correct_drafts",
+        torch.int32,
+        padded=lambda harness, schedule, fill: schedule.case.width - 1,
+        watched=("batch.spec_info.num_correct_drafts",),
+    ),
+    StepTensor(
+        "hidden_states", torch.float32, per="row", columns=(HIDDEN,), watched=("batch.spec_info.hidden_states",)
+    ),
+    # Extend has it in the batch.
+    StepTensor(
+        "extend_seq_lens",
+        torch.int32,
+        padded=lambda harness, schedule, fill: schedule.case.width,
+        watched=("batch.spec_info.extend_seq_lens_tensor", "batch.extend_seq_lens"),
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
@@ -14,6 +15,7 @@ from .draft_extend import accepted_counts, captured_draft_spec, extend_fields, f
 from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, every_token
 from .static_inputs import StaticInputs
+from .step_tensor import StepTensor
 
 
 def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
@@ -48,15 +50,15 @@ def _replay_spec(
 ) -> DraftExtendInput:
     live = staged.step.bs
     return DraftExtendInput(
-        hidden_states=static.hidden_states[: staged.step.tokens],
-        num_correct_drafts=static.num_correct_drafts[:bs],
-        num_accept_tokens=static.num_accept_tokens[:bs],
-        positions=static.positions[: bs * width],
+        hidden_states=static["hidden_states"][: staged.step.tokens],
+        num_correct_drafts=static["num_correct_drafts"][:bs],
+        num_accept_tokens=static["num_accept_tokens"][:bs],
+        positions=static["positions"][: bs * width],
         num_accept_tokens_cpu=None,
         num_tokens_per_req=width,
-        extend_seq_lens_tensor=static.extend_seq_lens[:bs],
+        extend_seq_lens_tensor=static["extend_seq_lens"][:bs],
         extend_seq_lens_cpu=[width] * live + [0 if harness.pads_with_nothing else width] * (bs - live),
-        select_index=static.select_index[:bs],
+        select_index=static["select_index"][:bs],
     )
 
 
@@ -77,3 +79,11 @@ DRAFT_EXTEND_V2 = ModeRunner(
     finish=_finish,
     returned_rows=every_token,
 )
+DRAFT_EXTEND_V2_TENSORS = (
+    StepTensor(
+        "select_index",
+        torch.int64,
+        padded=lambda harness, schedule, fill: np.arange(1, schedule.max_bs + 1) * schedule.case.width - 1,
+    ),
+)
+"""Flat row of the last accepted token of each request, which only the caller reads."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
@@ -18,6 +19,7 @@ from .draft_extend import extend_fields
 from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, one_a_request
 from .static_inputs import StaticInputs
+from .step_tensor import StepTensor
 
 
 def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
@@ -34,9 +36,9 @@ def _fields(static: StaticInputs, bs: int, tokens: int, lens: list[int], prefixe
     """Fields ``extend_*`` of a graph's batch. ``lens``, ``prefixes``: of ``bs`` requests, the padded ones too."""
     return {
         "extend_num_tokens": tokens,
-        "extend_seq_lens": static.extend_seq_lens[:bs],
-        "extend_prefix_lens": static.extend_prefix_lens[:bs],
-        "extend_start_loc": static.extend_start_loc[:bs],
+        "extend_seq_lens": static["extend_seq_lens"][:bs],
+        "extend_prefix_lens": static["extend_prefix_lens"][:bs],
+        "extend_start_loc": static["extend_start_loc"][:bs],
         "extend_seq_lens_cpu": lens,
         "extend_prefix_lens_cpu": prefixes,
     }
@@ -104,4 +106,8 @@ EXTEND = ModeRunner(
     replay_extends=_replay_extends,
     finish=_finish,
     returned_rows=one_a_request,
+)
+EXTEND_TENSORS = (
+    StepTensor("extend_prefix_lens", torch.int32, watched=("batch.extend_prefix_lens",)),
+    StepTensor("extend_start_loc", torch.int32, watched=("batch.extend_start_loc",)),
 )

@@ -12,6 +12,10 @@ from attn_testkit.cases.case import Case
 from attn_testkit.contract import BackendContext
 from attn_testkit.steps.data import StepData
 from attn_testkit.steps.query_bias import BEHIND_ROWS, COLUMNS_BETWEEN, bias_width
+from attn_testkit.steps.schedule import Schedule
+
+from .harness import ServerHarness
+from .step_tensor import Filling, GraphBatch, StepTensor
 
 
 def bias_stride(context: BackendContext, case: Case) -> int:
@@ -53,3 +57,35 @@ def padded_bias(context: BackendContext, case: Case, data: StepData) -> torch.Te
     clear_bias(buffer)
     fill_bias(buffer, data)
     return torch.from_numpy(buffer)
+
+
+def _cleared(harness: ServerHarness, schedule: Schedule, fill: int) -> npt.NDArray[np.float32]:
+    stride = bias_stride(harness.context, schedule.case)
+    buffer = np.empty((schedule.max_bs * schedule.case.width, stride), np.float32)
+    if stride:
+        clear_bias(buffer)
+    return buffer.reshape(-1)
+
+
+def _live(filling: Filling) -> npt.NDArray[np.float32] | None:
+    """Rows of the step; padded rows keep what an earlier step left."""
+    bias = padded_bias(filling.harness.context, filling.case, filling.data)
+    return None if bias is None or filling.data.qq_bias is None else bias.numpy().reshape(-1)
+
+
+def _of_graph(batch: GraphBatch) -> torch.Tensor | None:
+    return bias_of_rows(batch.harness.context, batch.buffers.schedule.case, batch.buffers["qq_bias"], batch.rows)
+
+
+QQ_BIAS = StepTensor(
+    "qq_bias",
+    torch.float32,
+    per="row",
+    entries=bias_stride,
+    padded=_cleared,
+    live=_live,
+    eager=lambda harness, staged: padded_bias(harness.context, staged.schedule.case, staged.data),
+    graph=_of_graph,
+    given=lambda harness: harness.context.qq_bias != "none",
+    watched=("batch.qq_bias",),
+)

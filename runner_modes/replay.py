@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from attn_testkit.checks.observation import Observation
@@ -18,7 +17,7 @@ from attn_testkit.graphs.poison import Canaries
 from attn_testkit.steps.schedule import Step
 from attn_testkit.watches.past_modes import past_modes
 
-from .batches import query_starts_of, replay_view, seq_lens_of, spans_of
+from .batches import replay_view
 from .capture import ScheduleGraphs, blocks_held, mode_suffix
 from .clock import Clock
 from .errors import blame
@@ -27,8 +26,8 @@ from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
 from .overlap_scheduling import next_of, plans_ahead, table_writes
-from .query_bias import bias_stride, fill_bias
-from .states import captured_states, commit_states, fill_states
+from .states import captured_states, commit_states
+from .step_tensor import Filling
 
 
 @dataclass(frozen=True)
@@ -194,41 +193,11 @@ def view_of(graphs: ScheduleGraphs, staged: StagedStep) -> ForwardBatch:
     spec = graphs.driver.replay_spec(harness, static, staged, bs, case.width)
     extends = graphs.driver.replay_extends(harness, static, staged, bs, graphs.fill)
     with past_modes():
-        return replay_view(harness, staged, static, case.mode, bs, case.width, graphs.fill, spec, extends)
+        return replay_view(harness, staged, static, case.mode, bs, case.width, spec, extends)
 
 
 def fill_static(graphs: ScheduleGraphs, staged: StagedStep) -> None:
     """Fill the static inputs: the live heads, then padding."""
-    harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
-    step, data, live, tokens, host = staged.step, staged.data, staged.step.bs, staged.step.tokens, static.host
-    host["seq_lens"][:] = graphs.fill
-    host["out_cache_loc"][:] = harness.padding_slot(step.index)
-    with past_modes():
-        host["input_ids"][:tokens] = staged.ids.numpy()
-        host["positions"][:tokens] = data.positions.numpy()
-        host["out_cache_loc"][:tokens] = harness.in_groups(staged.schedule, data.out_cache_loc.numpy())[0]
-    if harness.context.kv_groups:
-        by_group = host["group_cache_locs"].reshape(-1, len(host["out_cache_loc"]))
-        by_group[:] = harness.padding_slot(step.index)
-        by_group[:, :tokens] = harness.in_groups(staged.schedule, data.out_cache_loc.numpy())
-    host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
-    host["seq_lens"][:live] = seq_lens_of(harness, case.mode, staged)
-    if data.encoder is not None:
-        host["encoder_lens"][:live] = data.encoder.lens.numpy()
-        # SGLang leaves what an earlier replay had (``PaddingPolicy.FILL_ONCE``), and vLLM writes 0.
-        if step.index % 2:
-            host["encoder_lens"][live:] = 0
-    static.pad(step, tokens, harness.model.nan_row)
-    starts = query_starts_of(staged)
-    host["query_start_loc"][:] = starts[-1]
-    host["query_start_loc"][: live + 1] = starts
-    if harness.context.max_spans:
-        ranges = host["mm_prefix_range_tensor"].reshape(-1, harness.context.max_spans, 2)
-        ranges[:] = 0
-        for own, spans in zip(ranges, spans_of(staged), strict=False):
-            own[: len(spans)] = np.asarray(spans).reshape(-1, 2)
-    fill_states(harness.context, static, staged)
-    if stride := bias_stride(harness.context, case):
-        fill_bias(host["qq_bias"].reshape(-1, stride), data)
-    graphs.driver.fill(harness, static, staged, step.bucket)
-    static.send()
+    graphs.static.fill(Filling(graphs.harness, staged, graphs.fill))
+    graphs.driver.fill(graphs.harness, graphs.static, staged, staged.step.bucket)
+    graphs.static.send()

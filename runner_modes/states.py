@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.case import Case
 from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
 from attn_testkit.families.hybrid.data import schedule_of_states, states_in
-from attn_testkit.families.recurrent.data import StateStepData, shape_of, state_places
+from attn_testkit.families.recurrent.data import StateStepData, shape_of, slots_listed, state_places
+from attn_testkit.steps.schedule import Schedule
 from attn_testkit.watches.uploads import upload
 
 from .errors import blame
 from .harness import ServerHarness, StagedStep
-from .static_inputs import StaticInputs
+from .step_tensor import BatchField, Buffers, Filling, StepTensor
 
 
 def _begun(staged: StagedStep) -> list[bool]:
@@ -69,17 +71,19 @@ def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | No
     )  # fmt: skip
 
 
-def captured_states(context: BackendContext, static: StaticInputs, mode: ForwardMode, bs: int) -> StateInput | None:
+def captured_states(context: BackendContext, buffers: Buffers, mode: ForwardMode, bs: int) -> StateInput | None:
     """``ForwardBatch.state`` of a bucket, at its capture and at its replays: slices of the static buffers."""
     if context.state is None:
         return None
+    indices = buffers["state_indices"]
     if _by_slots(context, mode):
-        lists = static.state_indices.view(-1, static.counts["state_indices"])[:bs]
-        return StateInput(lists, num_accepted=static.state_accepted[:bs])
-    begun = static.has_initial_state[:bs] if mode is ForwardMode.EXTEND else None
-    copies = Snapshot(static.snapshot_rows[:bs], static.snapshot_slots[:bs]) if _copies_now(context, mode) else None
-    sources = static.state_sources[:bs] if _given_sources(context, mode) else None
-    return StateInput(static.state_indices[:bs], begun, sources=sources, snapshot=copies)
+        lists = indices.view(-1, buffers.counts["state_indices"])[:bs]
+        return StateInput(lists, num_accepted=buffers["state_accepted"][:bs])
+    begun = buffers["has_initial_state"][:bs] if mode is ForwardMode.EXTEND else None
+    copies = (buffers["snapshot_rows"][:bs], buffers["snapshot_slots"][:bs])
+    sources = buffers["state_sources"][:bs] if _given_sources(context, mode) else None
+    snapshot = Snapshot(*copies) if _copies_now(context, mode) else None
+    return StateInput(indices[:bs], begun, sources=sources, snapshot=snapshot)
 
 
 def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput | None, bs: int) -> None:
@@ -101,24 +105,103 @@ def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput 
         torch.cuda.synchronize()
 
 
-def fill_states(context: BackendContext, static: StaticInputs, staged: StagedStep) -> None:
-    """Fill the static buffers: live requests, then padded ones."""
+def _listed(context: BackendContext, case: Case) -> int:
+    """Slots of states that a batch of a mode lists per request: each node's in target-verify by slots."""
     if context.state is None:
-        return
-    host, live, data = static.host, staged.step.bs, _numbers(staged)
-    host["state_indices"][:] = shape_of(staged.schedule.case).padded_index
-    lists = host["state_indices"].reshape(-1, static.counts["state_indices"])
-    places = _places(staged)
-    lists[:live] = places[data.lists if lists.shape[1] > 1 else data.lists[:, :1]]
-    if len(host["state_sources"]):
-        host["state_sources"][:] = host["state_indices"]
-        host["state_sources"][:live] = places[list(data.sources)]
-    host["has_initial_state"][:] = False
-    host["has_initial_state"][:live] = _begun(staged)
-    host["state_accepted"][:] = 1
-    host["state_accepted"][:live] = data.taken
-    copied = places[list(data.snapshot_slots)]
-    for name, values in (("snapshot_rows", data.snapshot_rows), ("snapshot_slots", copied)):
-        if len(host[name]):
-            host[name][:] = 0
-            host[name][:live] = values
+        return 0
+    return slots_listed(case) if case.tree is not None else 1
+
+
+def _kept(context: BackendContext, case: Case) -> int:
+    return 1 if context.state else 0
+
+
+def _continued(context: BackendContext, case: Case) -> int:
+    return 1 if context.state and context.state.continues == "source" else 0
+
+
+def _copied(context: BackendContext, case: Case) -> int:
+    return 1 if context.state and context.state.snapshots else 0
+
+
+def _nowhere(harness: ServerHarness, schedule: Schedule, fill: int) -> int:
+    """Index of a padded request."""
+    return harness.case.state.padded_index if harness.case.state else 0
+
+
+def _after_indices(filling: Filling) -> int:
+    return shape_of(filling.case).padded_index
+
+
+def _live_lists(filling: Filling) -> npt.NDArray[np.int64]:
+    lists, count = _numbers(filling.staged).lists, _listed(filling.harness.context, filling.case)
+    return _places(filling.staged)[lists if count > 1 else lists[:, :1]].reshape(-1)
+
+
+def _live_sources(filling: Filling) -> npt.NDArray[np.int64]:
+    return _places(filling.staged)[list(_numbers(filling.staged).sources)]
+
+
+def _live_copies(filling: Filling) -> npt.NDArray[np.int64]:
+    return _places(filling.staged)[list(_numbers(filling.staged).snapshot_slots)]
+
+
+STATES = (
+    StepTensor(
+        "snapshot_slots",
+        torch.int64,
+        entries=_copied,
+        live=_live_copies,
+        rest=lambda filling: 0,
+        watched=("batch.state.snapshot.slots",),
+    ),
+    StepTensor(
+        "state_indices",
+        torch.int32,
+        entries=_listed,
+        padded=_nowhere,
+        live=_live_lists,
+        rest=_after_indices,
+        watched=("batch.state.indices",),
+    ),
+    StepTensor(
+        "state_sources",
+        torch.int32,
+        entries=_continued,
+        padded=_nowhere,
+        live=_live_sources,
+        rest=_after_indices,
+        watched=("batch.state.sources",),
+    ),
+    StepTensor(
+        "state_accepted",
+        torch.int32,
+        entries=_kept,
+        padded=lambda harness, schedule, fill: 1,
+        live=lambda filling: _numbers(filling.staged).taken,
+        rest=lambda filling: 1,
+        watched=("batch.state.num_accepted",),
+    ),
+    StepTensor(
+        "snapshot_rows",
+        torch.int32,
+        entries=_copied,
+        live=lambda filling: _numbers(filling.staged).snapshot_rows,
+        rest=lambda filling: 0,
+        watched=("batch.state.snapshot.rows",),
+    ),
+    StepTensor(
+        "has_initial_state",
+        torch.bool,
+        entries=_kept,
+        live=lambda filling: _begun(filling.staged),
+        rest=lambda filling: False,
+        watched=("batch.state.has_initial_state",),
+    ),
+    BatchField(
+        "state",
+        eager=lambda harness, staged: eager_states(harness.context, staged),
+        graph=lambda batch: captured_states(batch.harness.context, batch.buffers, batch.mode, batch.bs),
+        given=lambda harness: harness.context.state is not None,
+    ),
+)

@@ -16,7 +16,7 @@ from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 from attn_testkit.watches.uploads import upload_into
 
-from .batches import seq_lens_of, spec_on_device
+from .batches import spec_on_device
 from .decode import head_over_all_rows
 from .draft_extend import captured_width
 from .errors import blame
@@ -24,6 +24,7 @@ from .harness import ServerHarness, StagedStep
 from .hook_answers import verify_mask_of
 from .mode_runner import ModeRunner, every_token
 from .static_inputs import StaticInputs
+from .step_tensors import seq_lens_of
 
 
 def _trees(staged: StagedStep) -> list[Tree]:
@@ -110,9 +111,9 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
     device = harness.device
     none = torch.full((bs, width), -1, dtype=torch.int64, device=device)
     spec = VerifyInput(
-        draft_token=static.input_ids[: bs * width],
+        draft_token=static["input_ids"][: bs * width],
         custom_mask=owned.buffer if owned else static.custom_mask,
-        positions=static.positions[: bs * width],
+        positions=static["positions"][: bs * width],
         retrieve_index=torch.arange(bs * width, device=device).view(bs, width),
         retrieve_next_token=none,
         retrieve_next_sibling=none,

@@ -1,5 +1,5 @@
-"""The architecture: imports point down and in no circle, the package list is complete, nothing heavy is imported
-early."""
+"""The architecture of the four packages: imports point down and in no circle, the package list is complete, nothing
+heavy is imported early."""
 
 import ast
 import graphlib
@@ -17,45 +17,77 @@ ROOT = Path(__file__).resolve().parent.parent
 KIT = ROOT / "attn_testkit"
 MODES = ROOT / "runner_modes"
 
+ROOTS = {
+    "attn_testkit": KIT,
+    "attn_testkit.runner_modes": MODES,
+    "cuda_on_cpu": ROOT / "packages" / "cuda_on_cpu" / "cuda_on_cpu",
+    "attn_testkit_corpus": ROOT / "packages" / "corpus" / "attn_testkit_corpus",
+    "attn_testkit_servers": ROOT / "packages" / "servers" / "attn_testkit_servers",
+}
+"""Package that one imports -> its folder."""
+
+MAY_IMPORT = {
+    "cuda_on_cpu": set(),
+    "attn_testkit": {"cuda_on_cpu"},
+    "attn_testkit_corpus": {"attn_testkit", "cuda_on_cpu"},
+    "attn_testkit_servers": {"attn_testkit", "cuda_on_cpu"},
+}
+"""Distribution -> the others that it imports. The kit finds those above it by entry points."""
+
 TABLE = re.findall(r"^\| (\d+) \| (.+?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
-LAYERS = {package: int(layer) for layer, packages in TABLE for package in re.findall(r"`(\w+)`", packages)}
+LAYERS = {package: int(layer) for layer, packages in TABLE for package in re.findall(r"`([\w.]+)`", packages)}
 """A package imports packages of lower layers, and itself. ARCHITECTURE.md has the table."""
 
 ONLY = {
     "contract": set(),
-    "emulation": set(),
+    "cuda_on_cpu": set(),
+    "distributions": set(),
     "graphs": set(),
     "results": set(),
     "backends": {"contract"},
-    # `emulation` for `scratch`: memory for which programs of a server kernel may race.
-    "bridges": {"backends", "contract", "emulation"},
-    "examples": {"contract", "emulation"},
+    "examples": {"contract", "cuda_on_cpu"},
     "cases": {"contract"},
     "steps": {"cases", "contract"},
     "catalogue": {"cases", "contract"},
-    "calibrate": {"emulation", "results", "running"},
     "families": {"contract", "cases", "steps", "model", "watches"},
     "watches": {"contract", "cases", "steps"},
-    "record": {"cases", "contract"},
     "reports": {"registry", "results"},
     "plugin": {"registry", "reports", "results", "running"},
     "suite": {"plugin", "running"},
+    "servers.fakes": {"backends"},
+    # `cuda_on_cpu` for `scratch`: memory for which programs of a server kernel may race.
+    "servers.bridges": {"backends", "contract", "cuda_on_cpu", "servers.fakes"},
+    "servers.record": {"cases", "contract"},
+    "servers.commands": {"contract", "registry", "reports", "running", "servers.record"},
+    "corpus.calibrate": {"cuda_on_cpu", "results", "running"},
 }
 """Packages that may import less than their layer allows."""
 
 
+def root_of(path: Path) -> str:
+    """The package of ``ROOTS`` that a file is in."""
+    return next(package for package, folder in ROOTS.items() if folder in path.parents)
+
+
+def room_of(module: str) -> str:
+    """The package of the table that a module is in: of the kit the one below its top, ``corpus.faults`` elsewhere."""
+    top, *inside = module.split(".")
+    if top == "cuda_on_cpu":
+        return top
+    distribution = top.removeprefix("attn_testkit").lstrip("_")
+    return ".".join(filter(None, (distribution, inside[0]))) if inside else "__init__"
+
+
 def package_of(path: Path) -> str:
-    if MODES in path.parents:
-        return "runner_modes"
-    inside = path.relative_to(KIT)
-    return inside.parts[0].removesuffix(".py")
+    return room_of(module_name(path))
 
 
 @cache
-def imported_packages(path: Path) -> set[str]:
-    """Rooms of the kit that a file imports, at run time or for types."""
-    package = ["attn_testkit", *(["runner_modes"] if MODES in path.parents else path.relative_to(KIT).parent.parts)]
-    packages = set()
+def imported_names(path: Path) -> set[str]:
+    """Modules of the four packages that a file names in imports, at run time or for types."""
+    package = module_name(path).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -63,12 +95,18 @@ def imported_packages(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [module] if node.module else [f"{module}.{alias.name}" for alias in node.names]
-        packages |= {name.split(".")[1] for name in names if name.startswith("attn_testkit.")}
-    return packages
+            names = [module] if "." in module else [f"{module}.{alias.name}" for alias in node.names]
+        found |= {name for name in names if name.partition(".")[0] in MAY_IMPORT}
+    return found
 
 
-FILES = sorted([*KIT.rglob("*.py"), *MODES.rglob("*.py")])
+@cache
+def imported_packages(path: Path) -> set[str]:
+    """Packages of the table that a file imports."""
+    return {room_of(name) for name in imported_names(path)} - {"__init__"}
+
+
+FILES = sorted(path for folder in ROOTS.values() for path in folder.rglob("*.py"))
 
 
 def test_imports_point_down() -> None:
@@ -86,6 +124,32 @@ def test_imports_point_down() -> None:
     assert beyond == [], "ONLY says what these packages may import"
 
 
+def beyond_its_distribution(path: Path) -> list[str]:
+    """Imports of a file from distributions that its own may not import."""
+    own = root_of(path).partition(".")[0]
+    tops = {name.partition(".")[0] for name in imported_names(path)} - {own}
+    return [f"{path.name}: {own} imports {other}" for other in sorted(tops - MAY_IMPORT[own])]
+
+
+def test_no_distribution_imports_one_above_it() -> None:
+    assert [line for path in FILES for line in beyond_its_distribution(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("cuda_on_cpu", "from attn_testkit.contract import ForwardMode"),
+        ("attn_testkit", "import attn_testkit_corpus.faults"),
+        ("attn_testkit", "def f():\n    from attn_testkit_servers import bridges"),
+        ("attn_testkit_servers", "from attn_testkit_corpus.faults import all_faults"),
+    ],
+)
+def test_an_import_of_a_distribution_above_is_seen(package: str, line: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(ROOTS, package, tmp_path)
+    (tmp_path / "new.py").write_text(line)
+    assert len(beyond_its_distribution(tmp_path / "new.py")) == 1
+
+
 def test_architecture_names_every_package_and_counts_right() -> None:
     assert set(LAYERS) == {package_of(path) for path in FILES}
     packages = {package for package in LAYERS if not package.startswith("__")}
@@ -99,7 +163,8 @@ def test_architecture_names_every_package_and_counts_right() -> None:
 
 
 def module_name(path: Path) -> str:
-    parts = ("attn_testkit", *path.relative_to(ROOT if MODES in path.parents else KIT).with_suffix("").parts)
+    package = root_of(path)
+    parts = (package, *path.relative_to(ROOTS[package]).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -139,6 +204,46 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circle, " imports ".join(reversed(circle))
 
 
+FOLDERS_IN_A_CIRCLE = {
+    ("attn_testkit.cases.dimensions", "attn_testkit.cases.server_variants"): (
+        "the dimension of variants lists them, and a variant excludes values of dimensions; both become features"
+    ),
+}
+"""Folders of one package that import each other -> the reason why they still do."""
+
+
+def folders_that_import_each_other(graph: dict[str, set[str]], folders: set[str]) -> set[tuple[str, str]]:
+    """Pairs of folders side by side in one package, each of which imports the other."""
+
+    def folder_of(module: str) -> str:
+        return module if module in folders else module.rpartition(".")[0]
+
+    pairs = {(folder_of(module), folder_of(other)) for module, others in graph.items() for other in others}
+    return {
+        (one, other)
+        for one, other in pairs
+        if {one, other} <= folders and one < other and (other, one) in pairs
+        if one.rpartition(".")[0] == other.rpartition(".")[0]
+    }
+
+
+FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py" and name.count(".") > 1}
+"""Packages within a package of the table."""
+
+
+def test_no_folders_of_one_package_import_each_other() -> None:
+    graph = {name: imported_modules(name, path) for name, path in MODULES.items()}
+    assert folders_that_import_each_other(graph, FOLDERS) == set(FOLDERS_IN_A_CIRCLE), "mended, or new"
+
+
+def test_folders_that_import_each_other_are_seen() -> None:
+    one, other = "attn_testkit.running.processes", "attn_testkit.running.planning"
+    graph = {f"{one}.wire": {f"{other}.plan"}, other: {"attn_testkit.cases.case"}}
+    assert folders_that_import_each_other(graph, FOLDERS) == set()
+    graph[other].add(f"{one}.child")
+    assert folders_that_import_each_other(graph, FOLDERS) == {(other, one)}
+
+
 RUNNING = re.findall(r"^\| `(\w+)/` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
 """Packages of `running/`, the lowest first. ARCHITECTURE.md has the table."""
 
@@ -176,7 +281,7 @@ def test_an_import_to_a_later_package_of_running_is_seen() -> None:
 
 
 def test_an_import_for_types_or_inside_a_function_closes_a_circle(tmp_path: Path) -> None:
-    lower, upper = "attn_testkit.emulation.session", "attn_testkit.emulation.graph"
+    lower, upper = "cuda_on_cpu.session", "cuda_on_cpu.graph"
     (tmp_path / "a.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {upper}\n")
     (tmp_path / "b.py").write_text("def f():\n    from . import session\n")
     graph = {lower: imported_modules(lower, tmp_path / "a.py"), upper: imported_modules(upper, tmp_path / "b.py")}
@@ -192,8 +297,8 @@ def test_the_rule_sees_both_ways_of_importing() -> None:
 ASKS_FOR_MLA = re.compile(r"""\bis_mla\b|["']mla["']""")
 MAY_ASK = (
     "attn_testkit/backends/",
-    "attn_testkit/bridges/",
-    "attn_testkit/faults/",
+    "packages/servers/attn_testkit_servers/",
+    "packages/corpus/attn_testkit_corpus/faults/",
     "attn_testkit/contract/head_layout.py",
 )
 
@@ -219,11 +324,17 @@ def test_a_question_for_mla_is_seen(line: str, tmp_path: Path, monkeypatch: pyte
         assert len(asks_for_mla(tmp_path / name)) == found
 
 
+TESTS = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "packages").glob("*/tests/**/*.py")]
+
+
 def test_docs_name_tests_that_exist() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "tests" / "adversarial" / "README.md").read_text()))
+    named = set(
+        re.findall(r"`(test_\w+)`", (ROOT / "packages" / "corpus" / "tests" / "adversarial" / "README.md").read_text())
+    )
     defined = {
         name
-        for path in (ROOT / "tests").rglob("test_*.py")
+        for path in TESTS
+        if path.name.startswith("test_")
         for name in re.findall(r"def (test_\w+)\(", path.read_text())
     }
     assert named
@@ -232,7 +343,7 @@ def test_docs_name_tests_that_exist() -> None:
 
 def test_no_two_files_of_tests_have_one_name() -> None:
     """pytest imports them by their names alone: the second of a name is an error of the collection, and is not run."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    names = Counter(path.name for path in TESTS)
     assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
 
 

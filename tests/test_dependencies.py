@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
+from attn_testkit import distributions
 from attn_testkit.cli.doctor import NEWEST_TORCH, is_newer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +68,35 @@ def test_the_decorator_says_which_extra_it_needs(without_pytest):
         "conformance_cases needs pytest, an extra of the kit: pip install 'PATH_OF_THE_CHECKOUT[pytest]'" in done.stderr
     )
     assert without_pytest("-c", "from attn_testkit import check_backend, assert_conformant").returncode == 0
+
+
+VERSION = (ROOT / "attn_testkit" / "VERSION").read_text().strip()
+DISTRIBUTIONS = {
+    tomllib.loads(path.read_text())["project"]["name"]: path
+    for path in (ROOT / "pyproject.toml", *(ROOT / "packages").glob("*/pyproject.toml"))
+}
+
+
+def requirements_of(project: dict[str, Any]) -> Iterator[Requirement]:
+    for listed in (project["dependencies"], *project.get("optional-dependencies", {}).values()):
+        yield from map(Requirement, listed)
+
+
+@pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
+def test_distributions_have_one_version_and_ask_for_each_other_by_it(name):
+    read = importlib.import_module("setuptools.config.pyprojecttoml").read_configuration
+    project = read(DISTRIBUTIONS[name])["project"]
+    assert project["version"].strip() == VERSION
+    others = [each for each in requirements_of(project) if each.name in DISTRIBUTIONS]
+    assert len(others) == {"attn-testkit": 3, "cuda-on-cpu": 0}.get(name, 1)
+    assert {str(each.specifier) for each in others} <= {f"=={VERSION}"}
+
+
+def test_the_kit_knows_where_each_distribution_is_in_a_checkout():
+    known = {each.name: ROOT / each.folder / "pyproject.toml" for each in distributions.DISTRIBUTIONS}
+    assert {name: path.resolve() for name, path in known.items()} == DISTRIBUTIONS
+    for each in distributions.DISTRIBUTIONS:
+        assert Path(distributions.folder_of(each)).resolve() == (ROOT / each.folder / each.module).resolve()
 
 
 def test_pytest_is_an_extra():

@@ -30,10 +30,10 @@ from attn_testkit.contract import (
 from .branches import forward_number, kernel_requests
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_kv_splits import MERGE_STATE, by_slots, masked_plan, merged, part_plan
+from .flashinfer_kv_splits import by_slots, masked_plan, merged, part_plan
 from .flashinfer_plan import PagePlan, bytes_of_partials, workspace
-from .vendor import provide
-from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
+from .vendor import provide, why_not_here
+from .vendor.flashinfer_kernels import BATCH_DECODE, BATCH_PREFILL, MERGE_STATE
 
 _MODES = frozenset(ForwardMode)
 _IN_SPLITS = _MODES - {ForwardMode.DRAFT_DECODE}
@@ -58,6 +58,7 @@ class LayerKind(NamedTuple):
 class FlashInferBackend(AttentionBackend):
     """MHA, GQA and MQA through ``BatchDecode...`` and ``BatchPrefillWithPagedKVCacheWrapper``."""
 
+    not_here = why_not_here(BATCH_DECODE)
     capabilities = Capabilities(
         eager=_MODES,
         graph=_MODES,

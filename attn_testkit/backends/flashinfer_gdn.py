@@ -15,13 +15,14 @@ from typing_extensions import override
 from attn_testkit.contract import BackendContext, Capabilities, ForwardBatch, ForwardMode, Requires, State, StateLayer
 
 from .torch_native_state import TorchNativeStateBackend
-from .vendor import provide
-from .vendor.gdn_fake import DECODE, PREFILL, VERIFY
+from .vendor import provide, why_not_here
+from .vendor.gdn_kernels import DECODE, PREFILL, VERIFY
 
 
 class FlashInferGDNBackend(TorchNativeStateBackend):
     """States in fp32. Verifications keep the state behind each node in a buffer, or in a slot of the pool."""
 
+    not_here = why_not_here(DECODE)
     capabilities: ClassVar[Capabilities] = Capabilities(
         eager={ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY},
         graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},

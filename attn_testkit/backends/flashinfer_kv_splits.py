@@ -15,17 +15,9 @@ import torch
 from attn_testkit.contract import BackendContext, ForwardBatch, KVSplit
 
 from .flashinfer_plan import PagePlan, exclusive_sum
-from .vendor.provider import EntryPoint
 
 _MOST_THREADS = 1024
 """Most threads of a block."""
-
-MERGE_STATE = EntryPoint(
-    "flashinfer.cascade:merge_state",
-    ((80, 129),),
-    "attn_testkit.backends.vendor.flashinfer_fake:merge_state",
-    "flashinfer",
-)
 
 
 def merged(

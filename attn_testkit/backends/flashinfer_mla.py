@@ -25,10 +25,10 @@ from attn_testkit.contract import (
 from .branches import forward_number
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_kv_splits import MERGE_STATE, merged, part_plan
+from .flashinfer_kv_splits import merged, part_plan
 from .flashinfer_plan import PagePlan, filled_up, workspace
-from .vendor import EntryPoint, provide
-from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
+from .vendor import EntryPoint, provide, why_not_here
+from .vendor.flashinfer_kernels import BATCH_MLA_FA2, BATCH_MLA_FA3, MERGE_STATE
 
 _PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
 _MODES = frozenset(ForwardMode)
@@ -39,6 +39,7 @@ _DECODE = frozenset({ForwardMode.DECODE})
 class FlashInferMLABackend(AttentionBackend):
     """MLA through ``BatchMLAPagedAttentionWrapper``, backend fa2."""
 
+    not_here = why_not_here(BATCH_MLA_FA2)
     capabilities = Capabilities(
         eager=_MODES,
         graph=_MODES,

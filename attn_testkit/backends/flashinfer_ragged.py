@@ -13,7 +13,7 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, 
 from .flashinfer import FlashInferBackend, LayerKind
 from .flashinfer_plan import PagePlan, prefix_plan
 from .vendor import provide
-from .vendor.flashinfer_fake import BATCH_RAGGED
+from .vendor.flashinfer_kernels import BATCH_RAGGED
 
 _MODES = frozenset({ForwardMode.EXTEND})
 

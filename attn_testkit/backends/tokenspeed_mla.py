@@ -12,9 +12,9 @@ import torch
 from attn_testkit.contract import AttentionLayer, Capabilities, Requires
 
 from .trtllm_mla import TRTLLMMLABackend
-from .vendor import device_is_real
+from .vendor import device_is_real, why_not_here
 from .vendor.provider import EntryPoint
-from .vendor.tokenspeed_fake import DECODE, MULTIPROCESSORS
+from .vendor.tokenspeed_kernels import DECODE, MULTIPROCESSORS
 
 _KEYS_PER_TILE = 128
 _ROWS_PER_TILE = 128
@@ -25,6 +25,7 @@ _ROWS_PER_HEAD = 8
 class TokenspeedMLABackend(TRTLLMMLABackend):
     """Latent attention, absorbed form, 512 + 64, through TokenSpeed's FP8 kernel."""
 
+    not_here = why_not_here(DECODE)
     capabilities: ClassVar[Capabilities] = TRTLLMMLABackend.capabilities.with_changes(
         kv_dtypes=frozenset({"fp8_e4m3"}),
         requires=Requires(

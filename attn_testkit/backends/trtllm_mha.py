@@ -32,8 +32,8 @@ from attn_testkit.contract import (
 )
 
 from .branches import branch_slots, forward_number, kernel_requests
-from .vendor import device_is_real, provide, sm_of
-from .vendor.trtllm_fake import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
+from .vendor import device_is_real, provide, sm_of, why_not_here
+from .vendor.trtllm_kernels import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
 
 _SCRATCH_BYTES = 128 << 20
 _SCRATCH_BYTES_EMULATED = 4 << 20
@@ -72,6 +72,7 @@ class _Metadata:
 class TRTLLMMHABackend(AttentionBackend):
     """Paged attention through ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_context_with_kv_cache``."""
 
+    not_here = why_not_here(DECODE_XQA) and why_not_here(DECODE_GEN)
     capabilities: ClassVar[Capabilities] = Capabilities(
         eager=frozenset(ForwardMode),
         # Servers run the prefill kernel between the pieces of a graph, never inside one.

@@ -33,9 +33,9 @@ from attn_testkit.contract import (
 )
 
 from .branches import branch_slots, forward_number, kernel_requests
-from .vendor import device_is_real, provide
+from .vendor import device_is_real, provide, why_not_here
 from .vendor.provider import EntryPoint
-from .vendor.trtllm_fake import DECODE_MLA
+from .vendor.trtllm_kernels import DECODE_MLA
 
 _WORKSPACE_BYTES = 150 << 20
 _WORKSPACE_BYTES_EMULATED = 4 << 20
@@ -64,6 +64,7 @@ class Metadata:
 class TRTLLMMLABackend(AttentionBackend):
     """Latent attention, absorbed form, 512 + 64, through the trtllm-gen decode kernel."""
 
+    not_here = why_not_here(DECODE_MLA)
     capabilities: ClassVar[Capabilities] = Capabilities(
         # Servers prefill with a kernel for keys that are not absorbed, which is not part of the contract.
         eager=frozenset(ForwardMode) - {ForwardMode.EXTEND},

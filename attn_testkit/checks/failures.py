@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType
 
 from ..contract import AttentionBackend
+from ..distributions import DISTRIBUTIONS, folder_of
 from ..results.finding import Finding
 from ..results.texts import is_generated, message_of
 from .compiler_texts import said_by_compiler
@@ -307,7 +308,8 @@ def _backends_in(error: BaseException) -> Iterator[type]:
 _OF_A_LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(?:torch|functorch|triton)/|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
 )
-_KIT = str(Path(__file__).resolve().parent.parent)
+_JUDGED = ("backends", "examples", "faults", "fakes")
+"""Folders of the kit with code that an author of backends may look at."""
 
 
 def _foreign(filename: str) -> bool:
@@ -317,4 +319,5 @@ def _foreign(filename: str) -> bool:
     path = filename.replace("\\", "/")
     if "/runner_modes/" in path or _OF_A_LIBRARY.search(path) or is_generated(path):
         return True
-    return path.startswith(_KIT) and not any(f"/{room}/" in path for room in ("backends", "examples", "faults"))
+    of_kit = any(folder and path.startswith(folder) for folder in map(folder_of, DISTRIBUTIONS))
+    return of_kit and not any(f"/{room}/" in path for room in _JUDGED)

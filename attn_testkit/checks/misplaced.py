@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ..contract.row_format import PackedRows
 from ..steps.data import make_layers
 from ..steps.kv_groups import group_of_place
 from .describe import index_ranges
 from .observation import Observation
-from .wrong_planes import wrong_planes
+from .wrong_planes import differing, names_of_planes, scales_held, wrong_planes
 
 UNOWNED, NEW, OLD = 0, 1, 2
 """Owners of a slot: none, a token of this step, an earlier token."""
@@ -38,11 +39,11 @@ def held_instead(
 
     ``padded``: true if a padded row may be there. ``strided_heads``: true if heads of new k and v are strided.
     """
-    if observed.step.stored:
-        return "save_kv_cache was False, so k and v must not be stored: the pool held the new K and V already"
     (layer, part, slot), case = at, observed.schedule.case
     row, page = got[layer, part, slot], observed.pool.shape[2] - got.shape[2]
     new = (owner == NEW).nonzero().flatten()
+    if observed.step.stored:
+        return _nothing_to_store(observed, got, want, owner, at)
     padding = f"; or a padded row was stored over it. {PADDING_GOES}" if padded else ""
     same = (want[:, :, new] == row).flatten(3).all(-1).nonzero().tolist()
     if same:
@@ -56,11 +57,17 @@ def held_instead(
         return f"it holds {other}"
     layout = case.kv_layout
     if owner[slot] != NEW:
+        if _packed(observed) and (planes := _only_some_planes(observed, got, want, owner, at)):
+            return f"{planes}: probably a store that is wider than a row, or that resets scales of other tokens"
         return "" if layout == "nhd" else f"the KV pool of this case has layout {layout}: use all of its strides"
     if bool((row == got[layer, part][owner == UNOWNED][:1]).all()):
         return f"it was not written, or a padded row overwrote it with NaN{_where_alone(observed, got, want, new)}"
-    packed = observed.inputs.data.row_format if observed.inputs else None
-    if packed and (text := wrong_planes(packed, *(each.view(torch.uint8) for each in (row, want[layer, part, slot])))):
+    packed = _packed(observed)
+    if packed and (
+        text := wrong_planes(
+            packed, _bytes(row), _bytes(want[layer, part, slot]), _rows_besides(observed, want, owner, at)
+        )
+    ):
         return text
     if _beyond_fp8(observed, row, want[layer, part, slot]):
         return "it holds NaN for values beyond the largest FP8 number, else the right row: a store must saturate"
@@ -71,6 +78,8 @@ def held_instead(
             "it holds the FP8 numbers next to the right ones: probably a quotient that is first rounded to 16 bits, or "
             "truncated instead of rounded"
         )
+    if factor := _by_a_factor(observed, row, want[layer, part, slot], layer, part):
+        return factor
     if some := _some_heads(row, want[layer, part, slot]):
         return f"{some}{padding}{_HEADS_ARE if strided_heads else ''}"
     if row.view(observed.pool.dtype).float().isnan().all() and not padded:
@@ -89,6 +98,117 @@ def held_instead(
 
 
 _HEADS_ARE = f". As to the heads of k and v: {STRIDED_HEADS}"
+
+
+def _packed(observed: Observation) -> PackedRows | None:
+    return observed.inputs.data.row_format if observed.inputs else None
+
+
+def _bytes(row: torch.Tensor) -> torch.Tensor:
+    return row.contiguous().view(torch.uint8)
+
+
+def _nothing_to_store(
+    observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
+) -> str:
+    """Hint for a step whose K and V the pool held before it, so that the step may write nothing."""
+    layer, part, slot = at
+    row = got[layer, part, slot]
+    stored = "save_kv_cache was False, so k and v must not be stored: the pool held the new K and V already"
+    if bool((want[:, :, owner == NEW] == row).flatten(3).all(-1).any()) or not (
+        planes := _only_some_planes(observed, got, want, owner, at)
+    ):
+        return stored
+    return f"{planes}. save_kv_cache was False: the pool held the new K and V already, and nothing may write to it"
+
+
+def _only_some_planes(
+    observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
+) -> str:
+    """Name the planes of K and V in which slots of that owner differ, and what they hold, if others are right there."""
+    layer, part, slot = at
+    same_owner = owner == owner[slot]
+    held, due = (_bytes(each[:, :, same_owner]) for each in (got, want))
+    packed, parts = _packed(observed), ("K", "V")[: got.shape[1]]
+    wrong: list[str] = []
+    every: list[str] = []
+    for number, name in enumerate(parts):
+        name = name if len(parts) > 1 else "latent"
+        if packed is None:
+            wrong += [name] * (not torch.equal(held[:, number], due[:, number]))
+            every.append(name)
+            continue
+        wrong += names_of_planes(packed, differing(packed, held[:, number], due[:, number]), name)
+        every += names_of_planes(packed, packed.format.planes, name)
+    if not wrong or len(wrong) == len(every):
+        return ""
+    text = f"only {' and '.join(wrong)} changed, and {', '.join(each for each in every if each not in wrong)} did not"
+    if packed is None:
+        return text
+    row, right = _bytes(got[layer, part, slot]), _bytes(want[layer, part, slot])
+    others = _rows_besides(observed, want, owner, at)
+    what = (
+        scales_held(packed, plane, row, right, others) for plane in differing(packed, row, right) if plane.is_scales
+    )
+    found = next(filter(None, what), "")
+    return f"{text}: {found}" if found else text
+
+
+def _rows_besides(
+    observed: Observation, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
+) -> list[tuple[str, torch.Tensor]]:
+    """Rows that may be the source of wrong scales: the other part, other layers, and other tokens of the step."""
+    layer, part, slot = at
+    page = observed.pool.shape[2] - want.shape[2]
+    found = [
+        (f"{'KV'[other]} instead of {'KV'[part]}", want[layer, other, slot])
+        for other in range(want.shape[1])
+        if other != part
+    ]
+    names = observed.schedule.case.layers.name
+    found += [(names(other), want[other, part, slot]) for other in range(len(want)) if other != layer]
+    new = [int(other) for other in (owner == NEW).nonzero().flatten()[:_MOST_MOVED] if int(other) != slot]
+    found += [(f"the {owner_text(observed, other + page)}", want[layer, part, other]) for other in new]
+    return [(name, _bytes(row)) for name, row in found]
+
+
+def _by_a_factor(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer: int, part: int) -> str:
+    """Describe a row [Hk, ...] in bits, if its wrong heads are right but for a positive factor: a scale."""
+    packed, dtype, case = _packed(observed), observed.pool.dtype, observed.schedule.case
+    if packed is None and dtype == torch.uint8:
+        return ""
+    held, due = ((packed.unpack(_bytes(each)) if packed else _bytes(each).view(dtype)).double() for each in (row, want))
+    heads = (row != want).any(-1).nonzero().flatten().tolist()
+    held, due = held[heads], due[heads]
+    if not bool((held.isfinite() & due.isfinite()).all()) or any(len(each.unique()) < _DISTINCT for each in due):
+        return ""
+    factor = (held * due).sum(-1) / (due * due).sum(-1)
+    far = torch.linalg.vector_norm(held - factor[:, None] * due, dim=-1) > _ROUNDED * torch.linalg.vector_norm(
+        held, dim=-1
+    )
+    if bool(far.any()) or bool((factor <= 0).any()) or bool((factor.log2().abs() < _OFF).any()):
+        return ""
+    what, own = "KV"[part], make_layers(case)[layer]
+    name, scale = f"{what.lower()}_scale", (own.k_scale, own.v_scale)[part]
+    alike = float(factor.max() / factor.min()) < _SAME_FACTOR
+    whose = "" if len(heads) == len(row) else f" of KV head{'s' * (len(heads) > 1)} {index_ranges(heads)} of {len(row)}"
+    times = f"{factor[0]:.3g}" if alike else f"{', '.join(f'{each:.3g}' for each in factor[:4].tolist())} by head"
+    known = (
+        f", which is {text}"
+        for value, text in ((scale, name), (1 / scale, f"1 / {name}"))
+        if alike and scale != 1 and max(value / factor[0], factor[0] / value) < _SAME_FACTOR
+    )
+    return (
+        f"it holds {what}{whose} times {times}{next(known, '')}, else the right row: only a scale is wrong, such as "
+        "that of another head, token or layer, or one that is missing or applied twice"
+    )
+
+
+_SAME_FACTOR = 1.05
+"""Ratio of two factors that rounding explains."""
+_ROUNDED, _DISTINCT, _OFF = 0.15, 8, 0.1
+"""Part of a row that rounding its numbers may change; least number of different values in it that show a factor; least
+distance of that factor from 1, in powers of two."""
 
 
 def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor, page: int) -> str:

@@ -1,23 +1,29 @@
-"""A wrong packed row in words: which of its planes are wrong, and by what mistake if it is a usual one."""
+"""A wrong packed row in words: which of its planes are wrong, what these hold, and by which usual mistake."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from ..contract.row_format import HALVES, PackedRows, Plane, in_tiles
+from ..contract.row_format import ALL_NAN, HALVES, POWER_OF_TWO, PackedRows, Plane, in_tiles
 from ..steps.packed_rows import holds_zeros
 
+Other = tuple[str, torch.Tensor]
+"""Name of another row, and its bytes [Hk, bytes]."""
 
-def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> str:
-    """Describe ``row`` [Hk, bytes] that should be ``want``; empty if its numbers and its scales are both unlike."""
+
+def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, others: Iterable[Other] = ()) -> str:
+    """Describe ``row`` [Hk, bytes] that should be ``want``; empty if its numbers and its scales are both unlike.
+
+    ``others``: rows whose scales it may hold instead.
+    """
     if any(_zeros_over_zero(packed, plane, row, want) for plane in packed.scale_planes):
         return (
             "a tile of zeros is NaN in it, and all else is right: the scale of such a tile was computed as 0, and "
             "zeros were divided by it. Divide by a smallest scale there, or store zeros"
         )
-    wrong = [
-        plane for plane in packed.format.planes if not torch.equal(packed.raw(row, plane), packed.raw(want, plane))
-    ]
+    wrong = differing(packed, row, want)
     scales = [plane for plane in wrong if plane.is_scales]
     one_for_all = [
         plane for plane in scales if len(row) > 1 and (packed.raw(row, plane) == packed.raw(row, plane)[0]).all()
@@ -25,13 +31,63 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> s
     if one_for_all:
         return "all its KV heads have the same scale: it was probably stored with one scale for all heads"
     if len(wrong) == len(scales):
-        return (
-            "its numbers are right, and its scales are not: they were not stored, or are those of another row, head or "
-            "step"
-        )
+        held = next(filter(None, (scales_held(packed, plane, row, want, others) for plane in scales)), "")
+        why = held or "they were not stored, or are those of another row, head or step"
+        return f"its numbers are right, and its scales are not: {why}"
     if not scales:
         return next((text for plane in wrong if (text := _numbers(packed, plane, row, want))), "")
     return ""
+
+
+def differing(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> list[Plane]:
+    """Planes in which ``row`` [..., bytes] differs from ``want``."""
+    return [plane for plane in packed.format.planes if not torch.equal(packed.raw(row, plane), packed.raw(want, plane))]
+
+
+def names_of_planes(packed: PackedRows, planes: Iterable[Plane], part: str) -> list[str]:
+    """Names of planes of K or V (``part``). Planes of numbers are called values."""
+    several = len({plane.of for plane in packed.format.planes if not plane.is_scales}) > 1
+
+    def name(plane: Plane) -> str:
+        if plane.is_scales:
+            return f"{part} scales"
+        return f"{part} values ({plane.of})" if several else f"{part} values"
+
+    return [name(plane) for plane in planes]
+
+
+def scales_held(
+    packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor, others: Iterable[Other] = ()
+) -> str:
+    """Describe what a wrong plane of scales of ``row`` [Hk, bytes] holds; empty if nothing is known."""
+    raw, due = packed.raw(row, plane), packed.raw(want, plane)
+    if bool((raw == ALL_NAN).all()):
+        return "they are NaN as in an unowned slot, so they were not stored"
+    held, right = _scales(packed, plane, row), _scales(packed, plane, want)
+    if bool((held == held.flatten()[0]).all()):
+        constant = float(held.flatten()[0])
+        return f"all of them are {constant:.4g}{', as if they were reset' if constant in (0.0, 1.0) else ''}"
+    for name, other in others:
+        if torch.equal(packed.raw(other, plane), raw):
+            return f"they are those of {name}"
+    if len(raw) > 1 and any(torch.equal(due.roll(by, 0), raw) for by in range(1, len(raw))):
+        return "they are those of other KV heads"
+    ratio = held / right
+    if bool(((ratio / ratio.flatten()[0] - 1).abs() < _SAME_FACTOR).all()):
+        return f"they are {float(ratio.flatten()[0]):.4g} times the right ones"
+    return ""
+
+
+_SAME_FACTOR = 0.1
+"""Error that rounding scales to 8 bits may cause in the ratio of two."""
+
+
+def _scales(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tensor:
+    """[Hk, tiles] float64: a plane of scales as numbers."""
+    found = packed.planes(rows)[plane.name].double()
+    if plane.dtype == POWER_OF_TWO:
+        found = torch.exp2(found - 127).masked_fill(found == ALL_NAN, torch.nan)
+    return found
 
 
 def _zeros_over_zero(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> bool:

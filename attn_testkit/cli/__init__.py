@@ -12,11 +12,11 @@ import click
 
 from ..registry import UsageError, unknown
 from ..running.processes.judge_process import JudgeError
-from .audit import audit
 from .compare import compare
 from .compile import compile_
 from .demo import demo
 from .doctor import doctor
+from .elsewhere import ELSEWHERE, absent, registered, registered_names
 from .explain import explain
 from .fuzz import fuzz
 from .interpreter import continue_in
@@ -25,17 +25,22 @@ from .list_ import list_
 from .merge import merge
 from .minimize import minimize
 from .new import new
-from .record import record
 from .report import report
 from .repro import repro
 from .run import run
 from .version import version_text
 
-__all__ = ["main"]
+__all__ = ["all_commands", "main"]
 
 
 class _Commands(click.Group):
-    """A group that suggests the right verb for a misspelt one, and hands a command to another interpreter."""
+    """A group that suggests the right verb for a misspelt one, hands a command to another interpreter, and finds the
+    commands of other distributions.
+    """
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = super().get_command(ctx, cmd_name)
+        return found if found and cmd_name not in ELSEWHERE else registered(cmd_name) or found
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -50,7 +55,7 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         # In the order in which a user needs them, not alphabetical.
-        return list(self.commands)
+        return list(dict.fromkeys([*self.commands, *registered_names()]))
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -83,7 +88,7 @@ for _command in (
     minimize,
     fuzz,
     compile_,
-    record,
+    absent("record"),
     new,
     doctor,
     list_,
@@ -92,9 +97,16 @@ for _command in (
     merge,
     compare,
     known,
-    audit,
+    absent("audit"),
 ):
     commands.add_command(_command)
+
+
+def all_commands() -> dict[str, click.Command]:
+    """Name -> command, those of other distributions included, in the order of ``--help``."""
+    context = click.Context(commands)
+    found = {name: commands.get_command(context, name) for name in commands.list_commands(context)}
+    return {name: command for name, command in found.items() if command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

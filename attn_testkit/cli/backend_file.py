@@ -9,7 +9,7 @@ from ..registry import UsageError
 
 
 def spec_of(name: str) -> str:
-    """``module:Class`` of the only backend in a file ``name``; any other name as it is. The file is not imported.
+    """``module:Class`` of the only backend in a file ``name``; any other name unchanged. The file is not imported.
 
     Raises ``UsageError`` if the file cannot be read, has no backend, or has several.
     """

@@ -60,4 +60,4 @@ def compile_(backend: str, targets: str, seconds: float, json_file: str | None, 
             return 5
         words = ["compile", "--compile-for", targets, "--seconds", str(seconds)]
         words += ["--json", json_file] if json_file else []
-        return subprocess.call([sys.executable, "-W", "ignore", "-m", "attn_testkit.emulation", *words, folder])
+        return subprocess.call([sys.executable, "-W", "ignore", "-m", "cuda_on_cpu", *words, folder])

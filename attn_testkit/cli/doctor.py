@@ -16,7 +16,7 @@ from packaging.version import Version
 from ..registry import registered_backends
 from ..reports.record import plain
 from ..results.case_result import BAD, CaseResult, Status
-from ..results.names import CANNOT_IMPORT, NO_CASE
+from ..results.names import CANNOT_IMPORT, KIT_ERROR, NO_CASE
 from ..results.run_header import RunHeader
 from ..running.planning.request import Judge, Options, Request
 from ..running.processes.gpus import visible_gpus
@@ -127,6 +127,8 @@ def _tried(judge: Judge, name: str, device: str) -> tuple[RunHeader, _Found]:
         how = "broken" if row and row.status in BAD and row.case != NO_CASE else "not run here"
         return plan.header, _Found(name, how, _why(row) if row else f"{_MODE} is not declared")
     (result,) = judge.run(plan.to_run(), plan.items[:1])
+    if result.of_the_kit:
+        raise JudgeError(result.reason.removeprefix(KIT_ERROR))
     if result.status is not Status.PASSED:
         return plan.header, _Found(name, "broken", f"{result.case}: {_why(result)}")
     how = "fake" if result.kernels == "emulated" else "emulated" if result.device == "emulated" else "real"

@@ -52,9 +52,7 @@ def repro(
     """
     before = tuple(_with_execution(each, executions) for each in after)
     request = Request(backends, executions=executions, device=device, cases=(case,))
-    with contextlib.closing(
-        judge_for(Options(in_process=in_process, after=before, diagnose="all", diagnose_s=None), device)
-    ) as judge:
+    with contextlib.closing(judge_for(Options(in_process=in_process, after=before, diagnose="all"), device)) as judge:
         plan = judge.plan(request)
         echo_header(plan.header)
         if in_process:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -19,7 +18,7 @@ from ..reports.annotations import annotation_lines
 from ..reports.outcome import FailureTexts, failure_lines
 from ..reports.tally import WORDS, cells, text_table
 from ..reports.verdict import conclude, next_lines, not_tried_lines
-from ..results.case_result import BAD, RAN, CaseResult
+from ..results.case_result import BAD, RAN, CaseResult, remarks_of
 from ..results.names import FUZZ
 from ..results.remarks import (
     launch_lines,
@@ -130,8 +129,7 @@ def print_summary(
     more = "-v prints all, --diagnose all looks for the cause of each"
     for line in failure_lines(header, results, "" if verbose else more):
         click.echo(line)
-    hints = Counter(hint for result in results for hint in result.hints)
-    for hint, count in hints.most_common(10):
+    for hint, count in remarks_of(results).most_common(10):
         click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))
     for problem in problems:
         click.echo(f"problem: {problem}")

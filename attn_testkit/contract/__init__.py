@@ -1,10 +1,12 @@
 """Classes that a backend author implements, and the objects given to a backend. Imports torch and nothing of the
 kit."""
 
-from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_undeclared
+from .backend import AttentionBackend, LegacyGraphHooks, refuse_undeclared
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
+from .context import BackendContext
 from .cross_attention import ENCODER_SLOTS, CrossAttention
+from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
 from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool, index_scales
 from .kernel_backend import KernelBackend
@@ -12,12 +14,13 @@ from .kernel_plan import KernelPlan
 from .kv_group import KVGroup
 from .kv_layouts import KV_LAYOUTS, KVLayer, KVPoolSpec
 from .kv_pool import KVPool
+from .kv_split import KVSplit
 from .layer import AttentionLayer, HeadShape
-from .merging import KVSplit, LogSumExp
+from .merging import LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires
 from .row_format import LATENT_FORMATS, ROW_FORMATS, PackedRows, RowFormat
-from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
+from .server_conventions import SGLANG, VLLM, ServerConventions
 from .spans import Spans
 from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
 from .state import State

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from typing_extensions import override
 
+from .context import BackendContext
 from .cross_attention import CrossAttention
 from .declared import Declared, is_whole, mode_named, spelled
 from .head_layout import HEAD_LAYOUTS
 from .kv_layouts import KV_LAYOUTS
-from .merging import LogSumExp
+from .merging import LogSumExp, refused_splits
 from .modes import Execution, ForwardMode
+from .refusal import Refusal, first_outside, kv_dtype_of, modes_outside, name_of_dtype
 from .requires import Requires, written_requires
 from .row_format import ROW_FORMATS
 from .server_conventions import ServerConventions
 from .spans import Spans
-from .sparse import Sparse
-from .state import State
+from .sparse import Sparse, refused_selections
+from .state import State, refused_states
 from .windows import Windows
 
 __all__ = [
@@ -377,6 +379,77 @@ class Capabilities(Declared):
                 raise ValueError(f"Capabilities.{name} must be a Requires, got {given!r}; {written_requires(given)}")
         self._set("mode_requires", {mode_named("mode_requires", m): each for m, each in self.mode_requires.items()})
 
+    def refused(self, context: BackendContext) -> Iterator[Refusal]:
+        """All that a context exceeds, each with its value. A record refuses for itself."""
+        yield from self._refused_heads(context)
+        yield from self._refused_numbers(context)
+        yield from self._refused_bounds(context)
+        yield from self._refused_options(context)
+        yield from self.windows.refused(context)
+        yield from self.spans.refused(context)
+        yield from self.cross_attention.refused(context)
+        yield from self.server.refused(context)
+        yield from refused_splits(self.lse, context)
+        yield from refused_selections(self.sparse, context)
+        yield from refused_states(self.state, context)
+
+    def _refused_heads(self, context: BackendContext) -> Iterator[Refusal]:
+        yield from modes_outside("mode", context, self.eager | self.graph)
+        # The softmax layers of a hybrid model follow from its layers that keep a state.
+        hybrid = self.state is not None and self.state.hybrid
+        own = [layer for layer in context.layers if layer.head_layout.has_state or not hybrid]
+        apart = [layer for layer in own if not (layer.head_layout.values_in_keys or layer.head_layout.has_state)]
+        latent = [layer for layer in context.layers[:1] if layer.head_layout.values_in_keys]
+        grouped = [layer.q_per_kv for layer in context.layers if layer.head_layout.kv_heads != "as many"]
+        shapes = len({layer.head_shape for layer in own})
+        yield from first_outside("family", (layer.head_layout.name for layer in own), self.families)
+        yield from first_outside("head dim", (layer.v_head_dim for layer in context.layers), self.head_dims)
+        ropes = (layer.head_dim - layer.kv_lora_rank for layer in latent)
+        yield from first_outside("MLA rope dim", ropes, self.mla_rope_dims)
+        wider = (layer.head_dim - layer.v_head_dim for layer in apart)
+        yield from first_outside("columns of keys behind those of values,", wider, self.wider_keys | {0})
+        yield from first_outside("GQA ratio", grouped, self.gqa_ratios)
+        if shapes > 1 and not self.heads_by_layer:
+            yield "number of head shapes", shapes
+
+    def _refused_numbers(self, context: BackendContext) -> Iterator[Refusal]:
+        yield from first_outside("dtype", [name_of_dtype(context.dtype)], self.dtypes)
+        yield from first_outside("KV dtype", [kv_dtype_of(context)], self.kv_dtypes)
+        yield from first_outside("page size", [context.page_size], self.page_sizes)
+        yield from first_outside("KV layout", [context.kv_pool.layout], self.kv_layouts)
+        if len(context.groups) > 1 and not self.kv_groups:
+            yield "number of KV groups", len(context.groups)
+
+    def _refused_bounds(self, context: BackendContext) -> Iterator[Refusal]:
+        for what, asked, most in (
+            ("query rows per request", max([1] + [_rows(mode, context) for mode in context.modes]), self.max_q_rows),
+            ("new tokens per request", context.max_extend_tokens, self.max_extend_tokens),
+            ("topk", context.topk, self.max_topk),
+            ("draft branches", context.draft_branches, self.max_draft_branches),
+            ("context length", context.max_context_len, self.max_context_len),
+        ):
+            if asked > most:
+                yield what, asked
+
+    def _refused_options(self, context: BackendContext) -> Iterator[Refusal]:
+        layers = context.layers
+        windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
+        slopes = any(layer.alibi_slopes is not None for layer in layers)
+        yield from modes_outside("ALiBi in", context, self.alibi, slopes)
+        yield from modes_outside("an additive bias in", context, self.qq_bias, context.qq_bias != "none")
+        if context.qq_bias == "own" and self.shared_qq_bias:
+            yield "an additive bias for each request:", context.qq_bias
+        yield from modes_outside("layers that are not causal in", context, self.non_causal, not context.causal)
+        if windows and not context.causal:
+            yield "a window of layers that are not causal,", min(windows)
+        usual = all(layer.has_usual_scaling or not layer.head_layout.usual_scaling for layer in layers)
+        if not (usual or self.any_scaling):
+            yield "scaling", ", ".join(f"{layer.scaling:.4g}" for layer in layers)
+        if (cap := max(layer.logit_cap for layer in layers)) and not self.logit_cap:
+            yield "soft cap", cap
+        if not self.sinks and any(layer.sinks is not None for layer in layers):
+            yield "sinks", "given"
+
     def offers(self, mode: ForwardMode, execution: Execution) -> bool:
         """Return True if this mode is declared in this execution."""
         return mode in (self.graph if execution is Execution.GRAPH else self.eager)
@@ -389,6 +462,12 @@ class Capabilities(Declared):
         """
         _refuse_moved(changes, lambda record, values: f"{{{_items(values)}}}")
         return super().with_changes(**changes)
+
+
+def _rows(mode: ForwardMode, context: BackendContext) -> int:
+    if not mode.is_speculative():
+        return 1
+    return context.speculative_num_steps + 1 if mode is ForwardMode.DRAFT_EXTEND else context.num_draft_tokens
 
 
 _RECORDS: Mapping[str, type[Windows | Spans | ServerConventions | CrossAttention]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
+from .context import BackendContext
 from .declared import Declared
 from .modes import ForwardMode
+from .refusal import Refusal, modes_outside
 
 __all__ = ["ENCODER_SLOTS", "CrossAttention"]
 
@@ -42,3 +44,12 @@ class CrossAttention(Declared):
         others = sorted(self.modes - _MODES)
         if others:
             raise ValueError(f"CrossAttention.modes may hold only decode and extend, got {', '.join(others)}")
+
+    def refused(self, context: BackendContext) -> Iterator[Refusal]:
+        """Cross-attention layers of a context, and places of the encoder's keys, that are not declared."""
+        if not any(layer.is_cross_attention for layer in context.layers):
+            return
+        yield from modes_outside("cross-attention layers in", context, self.modes)
+        slots = "own_group" if context.kv_groups else "first"
+        if slots not in self.encoder_slots:
+            yield "encoder keys in slots", slots

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from .backend import AttentionBackend, BackendContext
+from .backend import AttentionBackend
 from .batch import DraftExtendInput, ForwardBatch, TreeMaskMode, VerifyInput, VerifyMask
+from .context import BackendContext
 from .draft_decode import DraftDecodeInput
 from .kernel_plan import KernelPlan, KernelStep
+from .kv_split import KVSplit
 from .layer import AttentionLayer
-from .merging import KVSplit
 from .modes import ForwardMode
 
 __all__ = ["KernelBackend"]

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 
 from .draft_decode import DraftDecodeInput
+from .kv_split import KVSplit
 from .layer import AttentionLayer
-from .merging import KVSplit
 
 __all__ = ["KernelPlan", "KernelStep"]
 

@@ -5,23 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Self
 
 from typing_extensions import override
 
+from .context import BackendContext
 from .declared import Declared, is_whole, spelled
+from .dialect import DIALECTS
 from .modes import ForwardMode
+from .refusal import Refusal, kv_dtype_of, modes_outside
 
-__all__ = ["DIALECTS", "SERVERS", "SGLANG", "VLLM", "Dialect", "ServerConventions"]
+__all__ = ["SERVERS", "SGLANG", "VLLM", "ServerConventions"]
 
-DIALECTS: Mapping[str, tuple[str, ...]] = {
-    "padded_requests": ("rows", "nothing"),
-    "verify_lens": ("prefix", "all"),
-    "context_len": ("all", "prefix"),
-}
-"""Field of a ``Dialect``, and of ``ServerConventions`` -> its values; the first is the usual one."""
 _DRAFTS = frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND}
 OUTPUT_LIFETIMES = ("model", "layer")
 
@@ -134,6 +131,15 @@ class ServerConventions(Declared):
         spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
         self._check_flags()
 
+    def refused(self, context: BackendContext) -> Iterator[Refusal]:
+        """Conventions of a context's server that are not declared."""
+        kv_dtype = kv_dtype_of(context)
+        scaled = not all(layer.k_scale == layer.v_scale == 1.0 for layer in context.layers)
+        if kv_dtype == "same" and scaled and not self.takes_unused_scales:
+            yield "k_scale or v_scale other than 1 over a pool that holds K and V as given,", kv_dtype
+        yield from modes_outside("batches of several widths in", context, self.narrower_widths, context.draft_widths)
+        yield from ((name, said) for name, said in vars(context.dialect).items() if said not in getattr(self, name))
+
     @override
     def made_of(self, given: object) -> Self:
         """Convert a value as for every record; ``sglang`` and ``vllm`` are its presets."""
@@ -157,19 +163,3 @@ VLLM = ServerConventions(
 """vLLM 0.33.0: the place in its source of each value is in ``bridges/vllm/capabilities.py``."""
 SERVERS: Mapping[str, ServerConventions] = {"sglang": SGLANG, "vllm": VLLM}
 """Name, as ``Capabilities(server="vllm")`` has it -> its conventions."""
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """Conventions of the server around an instance: one value of each field of ``ServerConventions`` with this name."""
-
-    padded_requests: str = "rows"
-    """Contents of a padded request of a graph. ``rows``: as many rows as at capture, and the fill value as ``seq_lens``
-    (SGLang). ``nothing``: neither rows nor keys, whatever the backend's fill value is; the batch has
-    ``query_start_loc`` (vLLM). In both, a graph is captured with requests that have rows."""
-    verify_lens: str = "prefix"
-    """Keys that ``seq_lens`` counts in target-verify. ``prefix``: keys before the step (SGLang). ``all``: keys before
-    the step and its N new ones, in ``spec_info`` as well (vLLM). A FULL_MASK is laid out by prefixes either way."""
-    context_len: str = "all"
-    """Keys that ``max_context_len`` bounds in target-verify, draft-extends and draft-decode. ``all``: the step's own as
-    well (vLLM). ``prefix``: keys before the step (SGLang); ``req_to_token`` has columns for the others."""

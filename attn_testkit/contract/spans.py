@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Self
 
 from typing_extensions import override
 
+from .context import BackendContext
 from .declared import Declared
 from .modes import ForwardMode
+from .refusal import Refusal, modes_outside
 
 __all__ = ["Spans"]
 
@@ -52,6 +54,13 @@ class Spans(Declared):
             raise ValueError(f"Spans.modes may hold only extend and decode, got {', '.join(others)}")
         if ForwardMode.DECODE in self.modes and not self.of_prefix:
             raise ValueError("Spans.modes has decode, whose spans all lie in the prefix; declare of_prefix=True too")
+
+    def refused(self, context: BackendContext) -> Iterator[Refusal]:
+        """Spans of a context's layers that are not declared."""
+        have = {layer.bidirectional_spans for layer in context.layers}
+        yield from modes_outside("bidirectional spans in", context, self.modes, True in have)
+        if len(have) > 1 and not self.by_layer:
+            yield "layers with and layers without bidirectional spans,", len(context.layers)
 
     @override
     def made_of(self, given: object) -> Self:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
+from .context import BackendContext
 from .declared import Declared, is_whole, spelled
+from .refusal import Refusal
 
 __all__ = ["INDEX_SCALES", "INDEX_SPACES", "INDEX_SUMS", "Indexer", "Sparse"]
 
@@ -102,3 +104,21 @@ class Sparse(Declared):
                 "is a block of a request, and each row lists that of its own key"
             )
         self._check_flags()
+
+
+def refused_selections(sparse: Sparse | None, context: BackendContext) -> Iterator[Refusal]:
+    """Selections of keys, and indexers of a context's layers, that are not declared."""
+    topk, indexer = (sparse.topk, sparse.indexer) if sparse else ({0}, None)
+    if not all(layer.topk in topk for layer in context.layers):
+        yield "selected keys per row", ", ".join(str(layer.topk) for layer in context.layers)
+    if not _selects(indexer, context):
+        yield "indexer with heads and reuse of", ", ".join(f"{each.index_heads}" for each in context.layers)
+
+
+def _selects(indexer: Indexer | None, context: BackendContext) -> bool:
+    if indexer is None:
+        return not any(layer.index_heads or layer.reuses_selection for layer in context.layers)
+    heads = indexer.heads if indexer.fused else indexer.heads | {0}
+    reused = indexer.reuses_selections or not any(layer.reuses_selection for layer in context.layers)
+    scale = context.index_pool is None or context.index_pool.scale == indexer.scale
+    return reused and scale and all(layer.index_heads in heads for layer in context.layers)

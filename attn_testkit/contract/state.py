@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
+from .context import BackendContext
 from .declared import Declared, is_whole, spelled
+from .modes import ForwardMode
+from .refusal import Refusal, first_outside, name_of_dtype
+from .state_pool import StateContext
 
 __all__ = ["CONTINUES", "FRESH", "KINDS", "ORDERS", "PADDED_STATES", "PRODUCTS", "ROLLBACKS", "STATE_DTYPES", "State"]
 
@@ -98,3 +102,31 @@ class State(Declared):
         spelled("products", self.products, PRODUCTS)
         spelled("conv_products", self.conv_products, ("fp32", "model"))
         self._check_flags()
+
+
+def refused_states(declared: State | None, context: BackendContext) -> Iterator[Refusal]:
+    """Layers of a context that keep a state, and conventions of it, that are not declared."""
+    if context.state is None or declared is None:
+        if context.state is not None or declared is not None:
+            yield "layers that keep a state,", context.state is not None
+    else:
+        yield from _refused(declared, context, context.state)
+
+
+def _refused(declared: State, context: BackendContext, state: StateContext) -> Iterator[Refusal]:
+    layers, verifies = state.layers, ForwardMode.TARGET_VERIFY in context.modes
+    yield from first_outside("width of a key", (layer.k_dim for layer in layers), declared.k_dims)
+    yield from first_outside("state dtype", [name_of_dtype(state.pool.dtype)], declared.dtypes)
+    yield from first_outside("convolution of width", (layer.conv_width for layer in layers), declared.conv_widths)
+    yield from first_outside("order of a state", [state.pool.order], declared.orders)
+    if state.pool.strided and not declared.strided:
+        yield "strided states", True
+    yield from first_outside("padded states", [state.padding], declared.padding)
+    yield from first_outside("fresh states", [state.fresh], declared.fresh)
+    if verifies and context.topk > 1:
+        trees = declared.trees if state.rollback == "commit" else frozenset()
+        yield from first_outside("trees of drafts in layers of kind", (layer.kind for layer in layers), trees)
+    if verifies:
+        yield from first_outside("rollback of states by", [state.rollback], declared.rollback)
+    yield from first_outside("snapshots of states each", [state.snapshots], declared.snapshots | {0})
+    yield from first_outside("states of a prefix cache by", [state.continues], declared.continues)

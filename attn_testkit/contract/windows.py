@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Self
 
 from typing_extensions import override
 
+from .context import BackendContext, counted
 from .declared import Declared, spelled
 from .modes import ForwardMode
+from .refusal import Refusal, modes_outside
 
 __all__ = ["LAYER_WINDOWS", "Windows"]
 
@@ -43,6 +45,21 @@ class Windows(Declared):
         self._check_number("smallest", 0)
         spelled("layers", self.layers, LAYER_WINDOWS)
         self._check_flags()
+
+    def refused(self, context: BackendContext) -> Iterator[Refusal]:
+        """Windows and chunks of a context's layers that are not declared."""
+        every = {layer.sliding_window_size for layer in context.layers}
+        windows = every - {-1}
+        narrowest = min(windows, default=self.smallest)
+        yield from modes_outside("sliding window", context, self.modes, windows)
+        if narrowest < self.smallest:
+            yield "sliding window of size", narrowest
+        if len({"any": (), "one": windows, "same": every}[self.layers]) > 1:
+            yield "layers with sliding windows", counted(every)
+        if windows and context.topk > 1 and not self.in_trees:
+            yield "sliding window in trees", context.topk
+        chunked = any(layer.attention_chunk_size for layer in context.layers)
+        yield from modes_outside("chunked-local layers in", context, self.chunked, chunked)
 
     @override
     def made_of(self, given: object) -> Self:

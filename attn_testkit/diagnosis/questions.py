@@ -12,6 +12,7 @@ from ..checks import Comparison
 from ..families.expected import expect
 from ..families.family import Question, Supposition
 from ..families.table import family_of
+from ..steps.schedule import Schedule, Step
 from .attended_keys import find_attended
 from .hints import Evidence, hints
 from .launch_grids import programs_of_nobody
@@ -58,10 +59,25 @@ def ask(asked: Asked) -> Asked:
 def _supposed(evidence: Evidence) -> list[str]:
     """The first mistake that the family supposes and that every wrong row is right for."""
     comparison, expected = evidence.comparison, evidence.expected
-    if not comparison.all_finite or comparison.right:
+    wrong = comparison.wrong.flatten(2).any(-1)
+    finite = comparison.finite.flatten(2).all(-1)
+    # Where a mistake gives NaN it shows little: numbers have to be right for it as well.
+    if comparison.right or (not comparison.all_finite and int((wrong & finite).sum()) < _FEWEST_ROWS):
         return []
     supposed = family_of(evidence.schedule.case).supposed(evidence.schedule, expected.data)
-    return next(([each.text] for each in supposed if _near(comparison, each)[comparison.wrong.any(-1)].all()), [])
+    off = (comparison.out.double() - expected.attention).abs() > expected.attention_limit
+    if not bool((off | ~comparison.finite)[comparison.wrong.any(-1)].any()):
+        # Only the sum of a row is wrong: within such limits any answer fits.
+        return []
+    lens = torch.tensor(evidence.step.lens)[expected.data.row_request]
+    for each in supposed:
+        near = _near(comparison, each)
+        if not bool(near[comparison.wrong.any(-1)].all()):
+            continue
+        where = _where_it_is_made(comparison, near.all(-1), lens)
+        if where is not None:
+            return [f"{each.text}{where}"]
+    return []
 
 
 def _near(comparison: Comparison, supposed: Supposition) -> torch.Tensor:
@@ -87,29 +103,64 @@ def _supposed_of_slots(asked: Asked) -> list[str]:
     family = family_of(schedule.case)
     if evidence.comparison.right or evidence.in_graph or rerunner is None:
         return []
-    supposed = list(family.supposed_of_slots(schedule, evidence.expected.data, step))
+    # A key that no row selects may hold NaN, which is all that shows then.
+    steps = [step, family.with_unread_finite(step)] if family.unread else [step]
+    return next(filter(None, (_supposed_of_slots_in(each, schedule, rerunner) for each in dict.fromkeys(steps))), [])
+
+
+def _supposed_of_slots_in(step: Step, schedule: Schedule, rerunner: Rerunner) -> list[str]:
+    family, expected = family_of(schedule.case), expect(schedule, step)
+    supposed = list(family.supposed_of_slots(schedule, expected.data, step))
     observed = rerunner.eager(schedule, step, unowned=0.0) if supposed else None
     if observed is None:
         return []
-    comparison = Comparison(observed, expect(schedule, step))
-    texts = {each.text for each in supposed if _shown(comparison, each)}
-    wrong = comparison.wrong.any(-1)
-    if len(texts) != 1:
+    comparison = Comparison(observed, expected)
+    lens = torch.tensor(step.lens)[expected.data.row_request]
+    shown = {each.text: where for each in supposed if (where := _shown(comparison, each, lens)) is not None}
+    # A mistake that every request makes needs no threshold. Two that differ only in right requests are one.
+    everywhere = [text for text, where in shown.items() if not where]
+    if len(everywhere) > 1 or not shown:
         return []
-    others = family.supposed(schedule, evidence.expected.data)
-    return [] if any(_near(comparison, other)[wrong].all() for other in others) else list(texts)
+    text = (everywhere or [*shown])[0]
+    wrong = comparison.wrong.any(-1)
+    others = family.supposed(schedule, expected.data)
+    return [] if any(_near(comparison, other)[wrong].all() for other in others) else [f"{text}{shown[text]}"]
 
 
-def _shown(comparison: Comparison, supposed: Supposition) -> bool:
-    """True if all known rows are those of the supposed backend, and half of the wrong ones or more are known. Rows of
-    zeros show nothing: whatever reads unowned slots gives them."""
+def _shown(comparison: Comparison, supposed: Supposition, lens: torch.Tensor) -> str | None:
+    """Requests in which the mistake is made, empty for everywhere, if all known wrong rows are those of the supposed
+    backend, and half of them or more are known; else None. Right rows may differ from it only in shorter requests, or
+    only in longer ones. Rows of zeros show nothing: whatever reads unowned slots gives them.
+
+    ``lens`` [T] int64: KV tokens of the request of each row.
+    """
     known = supposed.answer.limit.isfinite().all(-1).all(-1)
     wrong = comparison.wrong.flatten(2).any(-1)
-    known_in_wrong_layers = known & wrong.any(-1, keepdim=True)
-    if not _near(comparison, supposed).all(-1)[known_in_wrong_layers].all():
-        return False
+    near = _near(comparison, supposed).all(-1)
+    where = _where_it_is_made(comparison, near | ~known, lens)
+    if bool((known & ~near & wrong).any()) or where is None:
+        return None
     telling = wrong & known & (supposed.answer.out.abs() > supposed.answer.limit).flatten(2).any(-1)
-    return int(telling.sum()) >= _FEWEST_ROWS and 2 * int((wrong & known).sum()) >= int(wrong.sum())
+    shown = int(telling.sum()) >= _FEWEST_ROWS and 2 * int((wrong & known).sum()) >= int(wrong.sum())
+    return where if shown else None
+
+
+def _where_it_is_made(comparison: Comparison, near: torch.Tensor, lens: torch.Tensor) -> str | None:
+    """The requests in which a backend makes a mistake that all wrong rows are right for: empty if right rows of wrong
+    layers are right for it, too; the length of requests that tells them from those that are not; None if nothing does.
+
+    ``near`` [L, T] bool: rows that are right for the mistake. ``lens`` [T] int64: KV tokens of each row's request.
+    """
+    wrong = comparison.wrong.flatten(2).any(-1)
+    contradicting = (wrong.any(-1, keepdim=True) & ~wrong & ~near).any(0)
+    if not bool(contradicting.any()):
+        return ""
+    right, made = lens[contradicting], lens[wrong.any(0)]
+    if int(right.max()) < int(made.min()):
+        return f", in requests of {int(made.min())} keys and more (those of {int(right.max())} and fewer are right)"
+    if int(right.min()) > int(made.max()):
+        return f", in requests of {int(made.max())} keys and fewer (those of {int(right.min())} and more are right)"
+    return None
 
 
 def _attended_keys(asked: Asked) -> Asked:

@@ -15,8 +15,9 @@ import sys
 
 import torch
 
+from cuda_on_cpu import emulated_cuda
+
 from ..contract import AttentionBackend, AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPool
-from ..emulation import emulated_cuda
 
 _PAGE, _HEADS, _KV_HEADS, _DIM, _LENS = 16, 4, 2, 64, (5, 40, 17)
 _LIMIT = 0.02

@@ -44,7 +44,7 @@ class Tuner:
 TUNERS = (
     Tuner("triton.runtime.autotuner", "Autotuner._bench", "triton.autotune"),
     # With emulated CUDA a configuration is chosen without timing anything.
-    Tuner("attn_testkit.emulation.triton_autotune", "choose", "triton.autotune"),
+    Tuner("cuda_on_cpu.triton_autotune", "choose", "triton.autotune"),
     Tuner("triton.runtime.jit", "JITFunction._do_compile", "triton.jit"),
     Tuner("triton.testing", "do_bench", "do_bench"),
     Tuner("triton.testing", "do_bench_cudagraph", "do_bench_cudagraph"),

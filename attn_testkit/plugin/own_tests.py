@@ -18,7 +18,17 @@ from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure
 from ..results.run_header import RunHeader
 from ..running.planning.candidate import candidate_for
-from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, param_id, prepare
+from ..running.planning.request import (
+    DIAGNOSE_SECONDS,
+    Item,
+    Judge,
+    Options,
+    Prepared,
+    Request,
+    kit_error,
+    param_id,
+    prepare,
+)
 from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .reporting import OWN_RESULT, CaseFailed
@@ -88,7 +98,11 @@ def conformance_cases(
         counts_tier=True,
         order="plainest",
     )
-    wanted = Wanted(request, Options(timeout_s=timeout_s), Path(known_failures) if known_failures else None)
+    wanted = Wanted(
+        request,
+        Options(timeout_s=timeout_s, diagnose_s=DIAGNOSE_SECONDS),
+        Path(known_failures) if known_failures else None,
+    )
     return getattr(pytest.mark, MARK)(wanted)  # type: ignore[no-any-return]
 
 

@@ -19,7 +19,7 @@ from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
 from ..reports.verdict import conclude, narrowed, next_lines, not_tried_lines
-from ..results.case_result import BAD, RAN, CaseResult
+from ..results.case_result import BAD, RAN, CaseResult, remarks_of
 from ..results.failure_text import format_failure
 from ..results.remarks import (
     launch_lines,
@@ -257,7 +257,7 @@ class Session:
         terminal.section("attention conformance")
         for line in [*text_table(self.results), *failure_lines(self.header, self.results)]:
             terminal.line(line)
-        for hint in dict.fromkeys(hint for result in self.results for hint in result.hints):
+        for hint in remarks_of(self.results):
             terminal.line(f"hint: {hint}")
         for result in self.prepared.preset if self.prepared else ():
             if result.status in BAD:

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
+from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts, remarks_of
 from ..results.failure_text import repro_command
 from ..results.names import MODES
 from ..results.remarks import (
@@ -239,7 +239,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         ],
         "launch_lines": launch_lines(report.header, report.results),
         "not_covered": [*left_lines(report.header, runs), *not_covered_lines(report.header.not_covered)],
-        "hints": Counter(hint for result in results for hint in result.hints).most_common(),
+        "hints": remarks_of(results).most_common(),
         "seconds_of": seconds_of,
         "emulated_parts": emulated_parts,
         "age_words": age_words,

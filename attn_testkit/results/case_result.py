@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -150,3 +151,19 @@ def emulated_parts(result: CaseResult) -> list[str]:
 
 _EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}
 """Value of ``CaseResult.kernels`` if only a part is emulated -> that part."""
+
+
+UNDECLARED_GRAPH = "{backend}: {mode} captures and replays correctly under a graph, and is not declared"
+"""Remark on a mode. It comes from one case of the mode, so ``remarks_of`` drops it if another case failed."""
+
+
+def remarks_of(results: Iterable[CaseResult]) -> Counter[str]:
+    """Count the ``hints`` of all results, without those that praise a mode in which a case-run failed."""
+    results = list(results)
+    failed = {
+        UNDECLARED_GRAPH.format(backend=result.backend, mode=mode)
+        for result in results
+        if result.status in BAD or result.status is Status.KNOWN_FAILURE
+        for mode in (result.mode, result.place[1])
+    }
+    return Counter(hint for result in results for hint in result.hints if hint not in failed)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..reports.outcome import NotConformant, Results
 from .planning.candidate import candidate_for
-from .planning.request import Diagnose, Options, Request, prepare
+from .planning.request import DIAGNOSE_SECONDS, Diagnose, Options, Request, prepare
 from .processes.judge_process import judge_for
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def check_backend(
     Raises ``UsageError`` for a request that makes no sense, for a backend that cannot be imported, and for a class that
     cannot be taken to another process as it is here; ``JudgeError`` if the judge's process died.
     """
-    options = Options(jobs=jobs, timeout_s=timeout_s, in_process=in_process, diagnose=diagnose)
+    options = Options(
+        jobs=jobs, timeout_s=timeout_s, in_process=in_process, diagnose=diagnose, diagnose_s=DIAGNOSE_SECONDS
+    )
     request = Request(
         backends=(candidate_for(backend, in_process=in_process),),
         modes=tuple(modes),

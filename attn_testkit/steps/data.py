@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -79,41 +79,42 @@ class StepData:
     """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count.
 
     Heads and widths are the case's; where layers differ in theirs, each lies in it as ``Case.head_maps`` says.
+    ``axes`` of a field: names of its first axes, along which parts of a step are cut. A ``row`` is one of a request.
     """
 
-    q: torch.Tensor
+    q: torch.Tensor = field(metadata={"axes": "layer token"})
     """[L, T, Hq, Dqk] in the model's dtype."""
-    k: torch.Tensor
+    k: torch.Tensor = field(metadata={"axes": "layer token"})
     """[L, T, Hk, Dqk]: the new keys."""
-    v: torch.Tensor
+    v: torch.Tensor = field(metadata={"axes": "layer token"})
     """[L, T, Hk, Dv]: the new values. MLA: the first columns of ``k``."""
-    hidden: torch.Tensor
+    hidden: torch.Tensor = field(metadata={"axes": "token"})
     """[T, hidden] float32: what the model adds before its layers."""
-    stored_keys: torch.Tensor
+    stored_keys: torch.Tensor = field(metadata={"axes": "layer request key"})
     """[L, B, S, Hk, Dqk] in the pool's dtype: every key as the pool holds it after this step. Junk past a length."""
-    stored_values: torch.Tensor | None
+    stored_values: torch.Tensor | None = field(metadata={"axes": "layer request key"})
     """[L, B, S, Hk, Dv] in the pool's dtype; None for MLA."""
     kv_scales: torch.Tensor
     """[2, L, 1, 1, 1 or Hk, 1] float64: of keys, of values."""
-    visible: torch.Tensor
+    visible: torch.Tensor = field(metadata={"axes": "request row key"})
     """[B, Tmax, S] bool, without windows."""
-    key_positions: torch.Tensor
+    key_positions: torch.Tensor = field(metadata={"axes": "request key"})
     """[B, S] int64: position of each key; a draft node's is prefix + depth."""
-    query_positions: torch.Tensor
+    query_positions: torch.Tensor = field(metadata={"axes": "request row"})
     """[B, Tmax] int64."""
-    row_request: torch.Tensor
+    row_request: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64: request of each row."""
-    row_offset: torch.Tensor
+    row_offset: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64: row inside its request."""
-    row_key: torch.Tensor
+    row_key: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64: place of the row's own key among those of its request, along S."""
-    positions: torch.Tensor
+    positions: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64."""
-    out_cache_loc: torch.Tensor
+    out_cache_loc: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64."""
-    allowed: torch.Tensor | None = None
+    allowed: torch.Tensor | None = field(default=None, metadata={"axes": "layer request row key"})
     """[L, B, Tmax, S] bool: the visible keys that the rows of a layer attend. None: all of them."""
-    selected: torch.Tensor | None = None
+    selected: torch.Tensor | None = field(default=None, metadata={"axes": "layer token"})
     """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
     encoder: EncoderKeys | None = None
     """Encoder keys, which lie first along S; None without cross-attention layers."""
@@ -121,7 +122,7 @@ class StepData:
     """Format of the rows of ``stored_keys`` and ``stored_values``, which are bytes then. None: rows of numbers."""
     spans: bool = False
     """True if ``visible`` has bidirectional spans: in layers without them, rows see no later key."""
-    qq_bias: torch.Tensor | None = None
+    qq_bias: torch.Tensor | None = field(default=None, metadata={"axes": "layer token row"})
     """[1, T, C] float32: bias of each row on the rows of its request, of which the longest has C. -inf where it does
     not see them. None: no bias. Diagnosis may have one for each layer, [L, T, C]."""
     capped_qq_bias: bool = False
@@ -402,70 +403,46 @@ def _with_zeros(packed: PackedRows, step: Step, rows: torch.Tensor, part: int) -
     return torch.where(empty, rows * 0, rows)
 
 
+_Chosen = slice | Sequence[int] | torch.Tensor
+
+
+def _cut(data: StepData, **chosen: _Chosen) -> dict[str, Any]:
+    """Each tensor of ``data`` with what is ``chosen`` along its axes, by name."""
+    cut: dict[str, Any] = {}
+    for each in fields(StepData):
+        axes, tensor = each.metadata.get("axes", ""), getattr(data, each.name)
+        if axes and tensor is not None:
+            cut[each.name] = tensor[tuple(chosen.get(axis, slice(None)) for axis in axes.split())]
+    return cut
+
+
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
-    layered = {"q", "k", "v", "stored_keys", "stored_values", "qq_bias"}
-    whole = ("kv_scales", "encoder", "row_format", "spans", "capped_qq_bias")
-    named = [each.name for each in fields(StepData) if each.name not in whole]
-    tensors = {name: getattr(data, name) for name in named}
-    cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
-    return replace(data, encoder=data.encoder and data.encoder.part(()), **cut)
+    return replace(data, **_cut(data, request=slice(0), token=slice(0)), encoder=data.encoder and data.encoder.part(()))
 
 
 def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepData:
     """``step``: those requests of the whole, which is ``data``."""
     chosen, news = list(indices), [request.new for request in step.requests]
     mine = torch.cat([(data.row_request == index).nonzero()[:, 0] for index in chosen])
-    longest, widest = max(step.lens), max(news)
-    return StepData(
-        q=data.q[:, mine],
-        k=data.k[:, mine],
-        v=data.v[:, mine],
-        hidden=data.hidden[mine],
-        stored_keys=data.stored_keys[:, chosen, :longest],
-        stored_values=None if data.stored_values is None else data.stored_values[:, chosen, :longest],
-        kv_scales=data.kv_scales,
-        visible=data.visible[chosen, :widest, :longest],
-        key_positions=data.key_positions[chosen, :longest],
-        query_positions=data.query_positions[chosen, :widest],
-        row_request=torch.arange(len(chosen)).repeat_interleave(torch.tensor(news)),
-        row_offset=data.row_offset[mine],
-        row_key=data.row_key[mine],
-        positions=data.positions[mine],
-        out_cache_loc=data.out_cache_loc[mine],
-        encoder=data.encoder and data.encoder.part(chosen),
-        row_format=data.row_format,
-        spans=data.spans,
-        qq_bias=None if data.qq_bias is None else data.qq_bias[:, mine, :widest],
-    )
+    cut = _cut(data, request=chosen, token=mine, row=slice(max(news)), key=slice(max(step.lens)))
+    cut["row_request"] = torch.arange(len(chosen)).repeat_interleave(torch.tensor(news))
+    return replace(data, **cut, encoder=data.encoder and data.encoder.part(chosen))
 
 
 def _chunk(case: Case, data: StepData, whole: Step, step: Step) -> StepData:
+    """The rows of ``step``, a chunk of each request of the whole."""
     news = torch.tensor([request.new for request in step.requests])
     pairs = zip(step.requests, whole.requests, strict=True)
     first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
     mine = (data.row_offset >= first) & (data.row_offset < first + news[data.row_request])
     longest = max(step.lens)
+    cut = _cut(data, token=mine, key=slice(longest))
     visible, key_positions, query_positions = _visibility(case, step, int(news.max()), longest)
-    return StepData(
-        q=data.q[:, mine],
-        k=data.k[:, mine],
-        v=data.v[:, mine],
-        hidden=data.hidden[mine],
-        stored_keys=data.stored_keys[:, :, :longest],
-        stored_values=None if data.stored_values is None else data.stored_values[:, :, :longest],
-        kv_scales=data.kv_scales,
-        visible=visible,
-        key_positions=key_positions,
-        query_positions=query_positions,
-        row_request=data.row_request[mine],
-        row_offset=(data.row_offset - first)[mine],
-        row_key=data.row_key[mine],
-        positions=data.positions[mine],
-        out_cache_loc=data.out_cache_loc[mine],
-        row_format=data.row_format,
-        spans=data.spans,
-    )
+    cut |= {"visible": visible, "key_positions": key_positions, "query_positions": query_positions}
+    cut["row_offset"] = (data.row_offset - first)[mine]
+    # No case has chunks of either.
+    return replace(data, **cut, encoder=None, qq_bias=None)
 
 
 @lru_cache(maxsize=2)  # large; asked again where a step is repeated at once

@@ -1,4 +1,4 @@
-"""What ``attn_testkit/mutants`` has too, by its files: the process that mutates the kit imports nothing of it."""
+"""Operators of ``packages/corpus``, loaded by their files: the process that mutates the kit imports nothing of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-_FOLDER = Path(__file__).resolve().parents[2] / "attn_testkit" / "mutants"
+_FOLDER = Path(__file__).resolve().parents[2] / "packages" / "corpus" / "attn_testkit_corpus" / "mutants"
 
 
 def _load(name: str) -> ModuleType:

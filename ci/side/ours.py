@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2] / "tests" / "bridges")]
+sys.path[:0] = [
+    str(HERE.parents[1]),
+    str(HERE.parents[2] / "packages" / "servers" / "tests" / "bridges"),
+]
 
 from attn_testkit.cases.case import parse_case  # noqa: E402
 from attn_testkit.cases.declared import not_declared  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bug:
-    """One of ``tests/bridges/sglang_bugs.py``, and where it shows."""
+    """One of ``packages/servers/tests/bridges/sglang_bugs.py``, and where it shows."""
 
     name: str
     thread: str

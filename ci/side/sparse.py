@@ -4,8 +4,8 @@
 
 SGLang's kit has seven cases of sparse attention and a tolerance of 0.16, absolute and relative. They run with
 ``triton_sparse_mla`` and ``triton``, the two kernels that a CPU can emulate. This kit runs tier smoke of decode and of
-extend, eager. Each bug of ``tests/bridges/sglang_sparse_bugs.py`` is then put into the class for both; this kit looks
-for it in decode only.
+extend, eager. Each bug of ``packages/servers/tests/bridges/sglang_sparse_bugs.py`` is then put into the class for both;
+this kit looks for it in decode only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
-sys.path[:0] = [str(HERE.parents[1]), str(ROOT / "tests" / "bridges")]
+sys.path[:0] = [str(HERE.parents[1]), str(ROOT / "packages" / "servers" / "tests" / "bridges")]
 
 from side.theirs import KIT, prepared  # noqa: E402
 
@@ -75,7 +75,11 @@ def _run(backend: str, folder: str, *options: str) -> dict[str, Any]:
     out = Path(folder) / "run.json"
     command = [sys.executable, "-m", "attn_testkit", "run", "--backend", backend, "--device", "cpu", "--json", str(out)]
     wanted = [*command, "--execution", "eager", "--diagnose", "none", *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "bridges")}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "packages" / "servers" / "tests" / "bridges"),
+    }
     subprocess.run(wanted, env=env, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -4,8 +4,8 @@
 
 SGLang's kit has 44 cases (GDN 10, KDA 10, Lightning 10, Mamba2 14). To those of GDN and Mamba2 come the graphs and the
 verifies of its tests. This kit runs tier smoke, or the case of core that a bug needs. Each bug of
-``tests/bridges/sglang_state_side.py`` is then put into the classes for both; this kit looks for it in the mode where it
-shows, SGLang's in all its cases of the class.
+``packages/servers/tests/bridges/sglang_state_side.py`` is then put into the classes for both; this kit looks for it in
+the mode where it shows, SGLang's in all its cases of the class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
-sys.path[:0] = [str(HERE.parents[1]), str(ROOT / "tests" / "bridges")]
+sys.path[:0] = [str(HERE.parents[1]), str(ROOT / "packages" / "servers" / "tests" / "bridges")]
 
 from side.theirs import KIT, prepared  # noqa: E402
 
@@ -152,7 +152,12 @@ def _run(backend: str, folder: str, *options: str) -> list[dict[str, Any]]:
     out = Path(folder) / "run.json"
     command = [sys.executable, "-m", "attn_testkit", "run", "--backend", backend, "--device", "cpu", "--json", str(out)]
     wanted = [*command, "--tier", "smoke", "--diagnose", "none", *options]
-    path = os.pathsep.join((str(ROOT / "tests" / "bridges"), os.environ.get("PYTHONPATH", "")))
+    path = os.pathsep.join(
+        (
+            str(ROOT / "packages" / "servers" / "tests" / "bridges"),
+            os.environ.get("PYTHONPATH", ""),
+        )
+    )
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     # Results of the bug before it must not count again.
     out.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import sglang_bugs
 
-from attn_testkit.bridges.sglang import backend_class
+from attn_testkit_servers.bridges.sglang import backend_class
 from side.results import BUGS, SHIPPED
 from side.shapes import HEAD_DIM
 

@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2] / "tests" / "bridges")]
+sys.path[:0] = [
+    str(HERE.parents[1]),
+    str(HERE.parents[2] / "packages" / "servers" / "tests" / "bridges"),
+]
 
 from side.shapes import CHECKED, OWN_LISTS, Shape, shapes_of  # noqa: E402
 
@@ -47,8 +50,8 @@ MODES = {
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """A process in which the kit's cases run without a GPU."""
-    from attn_testkit.bridges.sglang import imports
     from attn_testkit.environment import resolve
+    from attn_testkit_servers.bridges.sglang import imports
 
     environment = resolve("cpu")
     environment.prepare_process()

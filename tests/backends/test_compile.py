@@ -33,6 +33,6 @@ def test_a_backend_without_triton_kernels_and_an_unknown_target_say_so(capfd):
 
 def test_the_targets_are_those_of_the_compiler():
     from attn_testkit.cli.compile import TARGETS
-    from attn_testkit.emulation import compile_for
+    from cuda_on_cpu import compile_for
 
     assert TARGETS == compile_for.TARGETS

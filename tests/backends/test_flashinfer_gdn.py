@@ -14,7 +14,7 @@ from in_process import check_backend
 
 from attn_testkit.backends.flashinfer_gdn import FlashInferGDNBackend
 from attn_testkit.backends.vendor import VendorMismatch, VendorMissing, fake_of, real
-from attn_testkit.backends.vendor.gdn_fake import DECODE, PREFILL, VERIFY
+from attn_testkit.backends.vendor.gdn_kernels import DECODE, PREFILL, VERIFY
 from attn_testkit.backends.vendor.source_signature import stub_of
 from attn_testkit.contract import Requires
 from attn_testkit.environment import Environment, missing_here

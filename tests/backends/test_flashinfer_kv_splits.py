@@ -15,9 +15,10 @@ pytest.importorskip("flashinfer")
 from attn_testkit.runner_modes.harness import context_for
 
 from attn_testkit.backends.flashinfer import FlashInferBackend
-from attn_testkit.backends.flashinfer_kv_splits import MERGE_STATE, merged, part_plan
+from attn_testkit.backends.flashinfer_kv_splits import merged, part_plan
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.flashinfer_plan import PagePlan, bytes_of_partials, workspace
+from attn_testkit.backends.vendor.flashinfer_kernels import MERGE_STATE
 from attn_testkit.backends.vendor.provider import fake_of
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import ForwardBatch, ForwardMode, KVSplit

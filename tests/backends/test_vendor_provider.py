@@ -19,7 +19,7 @@ from attn_testkit.backends.vendor import (
     provide,
     swapped,
 )
-from attn_testkit.emulation import emulated_cuda
+from cuda_on_cpu import emulated_cuda
 
 CUDA = torch.device("cuda", 0)
 
@@ -165,8 +165,8 @@ sys.modules["flashinfer"] = None
 from attn_testkit.backends.flashinfer import FlashInferBackend
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.vendor import VendorMissing, provide
-from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE
-from attn_testkit.emulation import emulated_cuda
+from attn_testkit.backends.vendor.flashinfer_kernels import BATCH_DECODE
+from cuda_on_cpu import emulated_cuda
 import torch
 assert FlashInferBackend.capabilities.requires.packages and FlashInferMLABackend.capabilities.graph
 with emulated_cuda():

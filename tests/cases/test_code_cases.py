@@ -14,10 +14,10 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import CODES, DATA, Case, parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardBatch, ForwardMode
-from attn_testkit.faults.dense import DenseBackend, Visibility
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.patterns import CODE_BOUND, balanced_codes
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.dense import DenseBackend, Visibility
 
 CAPABILITIES = TorchNativeBackend.capabilities
 

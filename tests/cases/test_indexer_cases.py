@@ -13,9 +13,9 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, Indexer, Sparse
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.index_scores import row_scores, stored_index
-from attn_testkit.faults.indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
 from attn_testkit.steps.index_data import make_index_data
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 WITH_INDEXER = sorted(set(ForwardMode) - {ForwardMode.DRAFT_DECODE})

@@ -14,8 +14,8 @@ from attn_testkit.cases.nearest_declared import nearest_declared
 from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit.faults.f_declared_windows import WINDOWED
 from attn_testkit.steps.data import make_layers
+from attn_testkit_corpus.faults.f_declared_windows import WINDOWED
 
 ALL = TorchNativeBackend.capabilities
 DECODE = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-w4-b4prod")

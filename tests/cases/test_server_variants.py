@@ -15,10 +15,10 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, Indexer, Sparse
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
-from attn_testkit.faults.indexer import IndexerParent
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.kv_groups import pages_in_pool, slot_map
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.indexer import IndexerParent
 
 ALL = TorchNativeBackend.capabilities
 PLAIN = MinimalBackend.capabilities

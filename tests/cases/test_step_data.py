@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -213,3 +213,18 @@ def test_steps_of_one_seed_and_the_same_requests_share_their_numbers_and_no_othe
     unrelated = make_step_data(schedule, replace(only(first, 1), part_of=None))
     assert torch.equal(lone.q, data.q[:, 1:2])
     assert not torch.equal(unrelated.q, lone.q), "drawn for a batch of one"
+
+
+@pytest.mark.parametrize(
+    "case_id", [*IDS, "extend-gqa8x2-d32-bf16-p16-k130.9.1.40-n13a7.40.3.1-shuffled-gauss-qqbias-b5prod"]
+)
+def test_each_tensor_has_the_axes_that_its_field_names(case_id: str) -> None:
+    _, step, data = first_step(case_id)
+    widest = max(request.new for request in step.requests)
+    lengths = {"layer": len(data.q), "request": step.bs, "token": step.tokens, "row": widest, "key": max(step.lens)}
+    for each in fields(StepData):
+        tensor, axes = getattr(data, each.name), each.metadata.get("axes", "").split()
+        if isinstance(tensor, torch.Tensor) and each.name != "kv_scales":
+            expected = [1 if each.name == "qq_bias" and axis == "layer" else lengths[axis] for axis in axes]
+            assert axes, each.name
+            assert list(tensor.shape[: len(axes)]) == expected, each.name

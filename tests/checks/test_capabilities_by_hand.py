@@ -206,6 +206,27 @@ def test_layers_that_are_not_causal_where_they_are_not_declared(
             refuse_undeclared(declared.with_changes(non_causal={mode}), windowed)
 
 
+def test_a_context_that_exceeds_several_capabilities_is_refused_for_each_by_its_record() -> None:
+    one = context().layers[0]
+    layers = (replace(one, sliding_window_size=4), replace(one, bidirectional_spans=True, is_cross_attention=True))
+    heads = {
+        "families": {one.head_layout.name},
+        "head_dims": {one.head_dim},
+        "logit_cap": True,
+        "sinks": True,
+        "max_topk": 1,
+    }
+    declared = Capabilities(eager={"decode"}, dtypes={"fp32"}, page_sizes={4}, **heads)
+    assert list(declared.refused(context(layers=layers, draft_widths=(2, 4)))) == [
+        ("sliding window", "decode"),
+        ("bidirectional spans in", "decode"),
+        ("layers with and layers without bidirectional spans,", 2),
+        ("cross-attention layers in", "decode"),
+        ("batches of several widths in", "decode"),
+    ]
+    assert not list(declared.refused(context(layers=(one,))))
+
+
 def test_a_scaling_that_is_not_the_usual_one() -> None:
     declared, usual = CAPABILITIES.with_changes(any_scaling=False), f"{DECODE}-s0".replace("-b", "-usualscale-b")[:-3]
     found = {name: each for name, each in outside(declared, case=usual).items() if "scaling" in name}

@@ -18,6 +18,7 @@ from attn_testkit.checks.failures import (
     site_of,
 )
 from attn_testkit.contract import AttentionBackend
+from attn_testkit.distributions import CORPUS, KIT, folder_of
 
 
 def named(name: str, message: str = "it broke", **fields: Any) -> Exception:
@@ -373,13 +374,11 @@ def test_a_message_of_any_length_is_cut_and_says_by_how_much() -> None:
         ("KIT/running/case_runs/loop.py", True),
         ("KIT/backends/triton.py", False),
         ("KIT/examples/minimal.py", False),
-        ("KIT/faults/dense.py", False),
+        ("CORPUS/faults/dense.py", False),
     ],
 )
 def test_frames_that_an_author_cannot_mend_are_passed_over(path: str, foreign: bool) -> None:
-    from attn_testkit.checks import failures
-
-    assert _foreign(path.replace("KIT", failures._KIT)) is foreign
+    assert _foreign(path.replace("KIT/", folder_of(KIT)).replace("CORPUS/", folder_of(CORPUS))) is foreign
 
 
 class Planned(AttentionBackend):

@@ -138,14 +138,22 @@ def test_every_sample_belongs_to_one_step_and_one_room(monkeypatch: pytest.Monke
     )
     stacks = [
         ([("/t/torch/functional.py", "einsum"), ("/x/attn_testkit/backends/mine.py", "forward"), eager, judge], 5),
-        ([("/x/attn_testkit/emulation/recorder.py", "take"), ("/x/runner_modes/harness.py", "load"), eager, judge], 2),
+        (
+            [
+                ("/x/packages/cuda_on_cpu/cuda_on_cpu/recorder.py", "take"),
+                ("/x/runner_modes/harness.py", "load"),
+                eager,
+                judge,
+            ],
+            2,
+        ),
         ([("/x/attn_testkit/model.py", "forward"), eager, judge], 1),
         ([judge], 1),
         ([("/lib/python3.11/threading.py", "load")], 1),
     ]
     assert parts(stacks) == [
         ("eager plans and forwards", 0.6, {"backends": 0.5, "model": 0.1}),
-        ("numbers in place", 0.2, {"emulation": 0.2}),
+        ("numbers in place", 0.2, {"cuda_on_cpu": 0.2}),
         ("the rest", 0.2, {"running": 0.1, "Python": 0.1}),
     ]
     assert parts([]) == []

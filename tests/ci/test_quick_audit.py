@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attn_testkit.audit.tasks import run_task
-from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Settings, Task
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options
+from attn_testkit_corpus.audit.tasks import run_task
+from attn_testkit_corpus.audit.verdicts import ControlVerdict, FaultVerdict, Settings, Task
 
 FAULTS = [
     "item-in-the-captured-forward",

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 import attn_testkit
 from attn_testkit.cli import commands
-from attn_testkit.cli.version import calibrations
+from attn_testkit_corpus.calibrate.titles import calibrations
 
 ROOT = Path(__file__).resolve().parents[2]
 METADATA = """Metadata-Version: 2.4
@@ -33,12 +33,14 @@ The README.
 """
 
 
-def test_the_version_stands_in_one_place_that_the_build_reads() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "version" not in project["project"]
-    assert project["project"]["dynamic"] == ["version"]
-    read = importlib.import_module("setuptools.config.pyprojecttoml").read_configuration
-    assert read(ROOT / "pyproject.toml")["project"]["version"] == attn_testkit.__version__
+def test_the_version_stands_in_one_place_that_each_build_reads() -> None:
+    """``tests/test_dependencies.py`` compares the versions and requirements of the four."""
+    version = ROOT / "attn_testkit" / "VERSION"
+    assert version.read_text().strip() == attn_testkit.__version__
+    for file in (ROOT / "pyproject.toml", *(ROOT / "packages").glob("*/pyproject.toml")):
+        described = tomllib.loads(file.read_text())
+        assert described["project"]["dynamic"] == ["version"]
+        assert (file.parent / described["tool"]["setuptools"]["dynamic"]["version"]["file"]).samefile(version)
 
 
 def test_the_version_names_what_the_emulation_is_held_against() -> None:
@@ -46,7 +48,11 @@ def test_the_version_names_what_the_emulation_is_held_against() -> None:
     assert found.exit_code == 0
     first, *lines = found.output.splitlines()
     assert first == f"attn-testkit, version {attn_testkit.__version__}"
-    assert len(lines) == len(list((ROOT / "attn_testkit" / "calibrate").glob("verdicts_*.json"))) > 0
+    assert (
+        len(lines)
+        == len(list((ROOT / "packages" / "corpus" / "attn_testkit_corpus" / "calibrate").glob("verdicts_*.json")))
+        > 0
+    )
     assert lines[0].startswith("emulated CUDA is compared with NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0: ")
 
 
@@ -82,25 +88,29 @@ def test_the_pythons_that_are_named_as_supported_are_those_that_ci_runs_and_the_
 
 @pytest.fixture
 def contents(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``ci/release_contents.py``."""
+    """``ci/release_contents.py``, which looks at the kit alone."""
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
-    return importlib.import_module("release_contents")
+    found = importlib.import_module("release_contents")
+    monkeypatch.setattr(found, "DISTRIBUTIONS", found.DISTRIBUTIONS[:1])
+    return found
 
 
-Released = Callable[..., tuple[Path, Path, Path]]
+Released = Callable[..., tuple[Path, Path]]
 
 
 @pytest.fixture
 def released(tmp_path: Path) -> Released:
-    """A tree, and a wheel and an sdist of it; files of either may be changed, None leaves one out."""
-    tree = tmp_path / "tree"
+    """A tree, and a folder with a wheel and an sdist of it; files of either may be changed, None leaves one out."""
+    tree, dist = tmp_path / "tree", tmp_path / "dist"
+    dist.mkdir()
     files = {
-        "attn_testkit/__init__.py": '__version__ = "1.2"\n',
+        "attn_testkit/VERSION": "1.2\n",
+        "attn_testkit/__init__.py": "",
         "attn_testkit/page.j2": "",
         "runner_modes/__init__.py": "",
         "LICENSE": "a licence",
         "README.md": "",
-        "pyproject.toml": "",
+        "pyproject.toml": '[project]\nname = "attn-testkit"\nscripts = {}\n',
     }
     for name, text in files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +119,8 @@ def released(tmp_path: Path) -> Released:
     def release(wheel: dict[str, str | None] | None = None, sdist: dict[str, str | None] | None = None):
         info = "attn_testkit-1.2.dist-info"
         inside = {
-            "attn_testkit/__init__.py": files["attn_testkit/__init__.py"],
+            "attn_testkit/VERSION": files["attn_testkit/VERSION"],
+            "attn_testkit/__init__.py": "",
             "attn_testkit/page.j2": "",
             "attn_testkit/runner_modes/__init__.py": "",
             f"{info}/METADATA": METADATA,
@@ -117,17 +128,17 @@ def released(tmp_path: Path) -> Released:
             f"{info}/entry_points.txt": "",
             **(wheel or {}),
         }
-        with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
+        with zipfile.ZipFile(dist / "attn_testkit-1.2-py3-none-any.whl", "w") as archive:
             for name, text in inside.items():
                 if text is not None:
                     archive.writestr(name, text)
-        with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+        with tarfile.open(dist / "attn_testkit-1.2.tar.gz", "w:gz") as archive:
             for name, text in {**files, **(sdist or {})}.items():
                 if text is not None:
                     member = tarfile.TarInfo(f"attn_testkit-1.2/{name}")
                     member.size = len(text)
                     archive.addfile(member, io.BytesIO(text.encode()))
-        return tree, tmp_path / "x.whl", tmp_path / "x.tar.gz"
+        return tree, dist
 
     return release
 
@@ -162,11 +173,29 @@ def test_what_is_wrong_is_named(contents, released, capsys, wheel, sdist, compla
     assert complaint in capsys.readouterr().err
 
 
+def test_each_distribution_has_its_folder_and_must_be_there(contents, released, capsys, monkeypatch) -> None:
+    monkeypatch.undo()
+    every = contents.DISTRIBUTIONS
+    assert {ROOT / each.folder for each in every} == {
+        ROOT,
+        *(path.parent for path in ROOT.glob("packages/*/README.md")),
+    }
+    assert all((ROOT / each.folder / name).is_file() for each in every for name in each.needed)
+    assert all((ROOT / each.folder / name).is_dir() for each in every for name, _ in each.packages)
+    tree, dist = released()
+    monkeypatch.setattr(contents, "DISTRIBUTIONS", every[:2])
+    folder = tree / "packages" / "cuda_on_cpu"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text('[project]\nname = "cuda-on-cpu"\n')
+    assert contents.main(tree, dist, 10) == 1
+    assert "there is no cuda_on_cpu-1.2-py3-none-any.whl and no cuda_on_cpu-1.2.tar.gz" in capsys.readouterr().err
+
+
 def test_what_is_too_large_is_named(contents: ModuleType, released: Released, capsys) -> None:
     found = released({"attn_testkit/page.j2": "x" * 10 * 1024})
-    size = found[1].stat().st_size
+    size = (found[1] / "attn_testkit-1.2-py3-none-any.whl").stat().st_size
     limit, rest = divmod(size, 1024)
     assert rest
     assert contents.main(*found, limit + 1) == 0
     assert contents.main(*found, limit) == 1
-    assert f"x.whl has {size / 1024:.0f} KiB, more than {limit}" in capsys.readouterr().err
+    assert f"attn_testkit-1.2-py3-none-any.whl has {size / 1024:.0f} KiB, more than {limit}" in capsys.readouterr().err

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from attn_testkit.bridges.sglang.versions import CURRENT, OLDER
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit_servers.bridges.sglang.versions import CURRENT, OLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 CI = ROOT / "ci"
@@ -132,7 +132,7 @@ def test_every_kind_of_case_has_a_function_of_the_other_kit(shapes: ModuleType) 
 
 
 def test_every_bug_is_one_of_those_that_are_put_into_the_class(results: ModuleType) -> None:
-    source = (ROOT / "tests" / "bridges" / "sglang_bugs.py").read_text()
+    source = (ROOT / "packages" / "servers" / "tests" / "bridges" / "sglang_bugs.py").read_text()
     for bug in (*results.BUGS, *results.SHIPPED):
         of_it = source.partition(f"class {bug.name}(Triton):")[2].partition("\nclass ")[0]
         assert f"sglang {bug.thread}" in of_it

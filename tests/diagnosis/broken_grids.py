@@ -8,7 +8,7 @@ import triton.language as tl
 from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch
-from attn_testkit.faults.dense import DenseBackend
+from attn_testkit_corpus.faults.dense import DenseBackend
 
 
 @triton.jit

@@ -6,10 +6,10 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch
-from attn_testkit.faults.dense import DenseBackend
-from attn_testkit.faults.i_addressing import _in_32_bits
-from attn_testkit.faults.multi_step import MultiStepBackend
-from attn_testkit.faults.pool_reads import read_slots
+from attn_testkit_corpus.faults.dense import DenseBackend
+from attn_testkit_corpus.faults.i_addressing import _in_32_bits
+from attn_testkit_corpus.faults.multi_step import MultiStepBackend
+from attn_testkit_corpus.faults.pool_reads import read_slots
 
 
 class ColumnsSwizzled(DenseBackend):

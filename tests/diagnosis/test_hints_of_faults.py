@@ -10,8 +10,8 @@ from functools import lru_cache
 import pytest
 from in_process import plan_run, run_item
 
-from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.results.finding import Finding
+from attn_testkit_corpus.faults.catalogue import entry_of
 
 LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"
 LATENT = (
@@ -61,6 +61,19 @@ TOLD = [
         "decode-gqa2x2-d64-bf16-p16-k40.70.12-shuffled-gauss-b3prod-s12",
         "eager",
         "right if the pool lies anywhere, and wrong across a multiple of 4 GiB",
+    ),
+    # Which plane of the pool is wrong.
+    (
+        "scales-of-stored-keys-reset",
+        "draft-extend-gqa3x2-d64-bf16-p1-k1.2.5.9.14.2.30-n2a1x7-contiguous-gauss-kvfp8pertokenhead-w0-sink-b10prod",
+        "eager",
+        "only K scales changed, and K values, V values, V scales did not: all of them are 1",
+    ),
+    (
+        "scale-of-the-first-kv-head-alone",
+        "decode-gqa2x2-d64-fp16-p16-k15.16.17-shared-gauss-kvfp8e4m3-w46-cap1.5-sink-layers3from0varied-b6small",
+        "eager",
+        "it holds K of KV head 1 of 2 times 0.25, which is k_scale, else the right row: only a scale is wrong",
     ),
     # What the numbers are right for.
     ("sink-swallowed-by-kwargs", LEAN, "eager", "right without sinks"),
@@ -316,6 +329,12 @@ def test_the_hint_names_what_is_wrong(slug: str, case: str, execution: str, said
 
 
 MISLED = [
+    (
+        "scale-of-the-first-kv-head-alone",
+        "decode-gqa2x2-d64-fp16-p16-k15.16.17-shared-gauss-kvfp8e4m3-w46-cap1.5-sink-layers3from0varied-b6small",
+        "eager",
+        "too few heads",
+    ),
     ("v1-length-at-full-width", PACKED, "eager", "uniform stride"),
     ("verify-forgets-draft-tokens", TREE, "eager", "0 * NaN"),
     ("swa-page-table-starts-at-window-page", LEAN, "graph", "0 * NaN"),

@@ -20,9 +20,9 @@ from attn_testkit.diagnosis.hints.periods import missing_in_every_tile
 from attn_testkit.diagnosis.launch_grids import programs_of_nobody
 from attn_testkit.diagnosis.moved_columns import moved_columns
 from attn_testkit.families.expected import expect
-from attn_testkit.faults.o_draft_decode import FirstLengths, ReadsASibling, StepCountedTwice
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.o_draft_decode import FirstLengths, ReadsASibling, StepCountedTwice
 
 DECODE = "decode-gqa4x2-d64-bf16-p16-k200.33.120-shuffled-gauss-b4prod"
 DRAFT = "draft-decode-mha2-d64-bf16-p4-k9.30.3-topk3steps6-shuffled-gauss-b3prod"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from in_process import plan_run, run_item
 
-from attn_testkit.faults.catalogue import entry_of
+from attn_testkit_corpus.faults.catalogue import entry_of
 
 CASE = "extend-gqa4x2-d64-bf16-p16-k9.30.0.20-n17a17.4.24.6-shuffled-gauss-w5-spansprefixwidebylayer-b4prod"
 TOLD = [

@@ -15,7 +15,8 @@ from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.questions import Asked, ask
 from attn_testkit.families.expected import expect
 from attn_testkit.families.sparse.misread_indices import _walked, supposed_of_slots
-from attn_testkit.faults.s_selected_keys import (
+from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.s_selected_keys import (
     CountOfKeysFromLengths,
     LengthsNotClippedToTopK,
     MinusOneClampedToSlotZero,
@@ -26,8 +27,7 @@ from attn_testkit.faults.s_selected_keys import (
     SortedSelectionAssumed,
     StaleIndicesBehindTheCount,
 )
-from attn_testkit.faults.s_selected_rows import BatchOffsetAddedTwice, LanesBehindTheKeysScoreZero
-from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.s_selected_rows import BatchOffsetAddedTwice, LanesBehindTheKeysScoreZero
 
 DECODE = "decode-mqa4-d64-bf16-p16-k40.9.100-shuffled-gauss-sel16-b4prod"
 VERIFY = "target-verify-mqa4-d64-bf16-p16-k40.9.100-chain4-shuffled-gauss-sel16{}-b4prod"
@@ -154,7 +154,11 @@ def test_two_mistakes_that_give_the_same_numbers_are_not_reported(monkeypatch: p
                 yield from (found := list(supposed_of_slots(*asked)))
                 yield from (Supposition(text or each.text, each.answer) for each in found)
 
-            return SimpleNamespace(supposed_of_slots=twice, supposed=real(case).supposed, questions=frozenset())
+            own = real(case)
+            return SimpleNamespace(
+                supposed_of_slots=twice, supposed=own.supposed, questions=frozenset(), unread=own.unread,
+                with_unread_finite=own.with_unread_finite,
+            )  # fmt: skip
 
         return family
 

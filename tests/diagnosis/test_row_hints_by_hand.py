@@ -16,7 +16,7 @@ from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 
 def request(new: int = 1, prefix: int = 9, topk: int = 0, first_page: int = 1) -> Any:
     slots = torch.arange(new + prefix) + 4 * first_page
-    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None, draft=None, shared=0, slots=slots)
+    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None, draft=None, shared=0, slots=slots, spans=())
 
 
 def case(**fields: Any) -> Any:

@@ -130,7 +130,7 @@ def test_zeros_beside_right_steps_of_the_case_are_no_matter_of_what_these_have_a
     assert "one new row" not in reported
     lone = schedule_of("extend-gqa2x2-d32-fp32-p4-k0-n1a1-shuffled-gauss-b1prod")
     beside = evidence(lone, torch.zeros_like(right(lone)), passed=[zeros.observed])
-    assert nothing_computed(beside).endswith("returns early: here one new row, and no KV token before it")
+    assert "returns early: here one new row, and no KV token before it" in nothing_computed(beside)
 
 
 @pytest.mark.parametrize(("page", "said"), [(4, True), (1, False)])

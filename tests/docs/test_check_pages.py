@@ -9,7 +9,7 @@ from pages import generated
 
 from attn_testkit.checks import CHECKS
 from attn_testkit.cli import main
-from attn_testkit.faults import all_controls, all_faults, all_known_bugs
+from attn_testkit_corpus.faults import all_controls, all_faults, all_known_bugs
 
 
 def test_every_check_has_a_page_with_all_that_is_said_about_it_and_the_index_links_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from transcript import ROOT, fences
 
-from attn_testkit.cli import commands, main
+from attn_testkit.cli import all_commands, main
 
 PAGE = ROOT / "docs" / "how-to" / "ci.md"
 
@@ -50,7 +50,7 @@ def test_what_the_workflow_runs_is_a_command_that_knows_its_options_and_values()
     runs = [line.split(">>")[0].split("attn-testkit ", 1)[1].split() for line in lines if "attn-testkit " in line[:30]]
     assert [words[0] for words in runs] == ["run", "report", "run"]
     for name, *words in runs:
-        command = commands.commands[name]
+        command = all_commands()[name]
         with command.make_context(name, list(words)) as context:
             assert not context.args
     backends = {words[words.index("--backend") + 1] for words in runs if "--backend" in words}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import click
 import pytest
 from pages import all_pages
 from transcript import ROOT, fences_of
 
-from attn_testkit.cli import commands
+from attn_testkit.cli import all_commands
 from attn_testkit.plugin import options as plugin_options
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
@@ -37,17 +36,15 @@ def options_of() -> dict[str, set[str]]:
     }
 
 
-def all_commands() -> dict[str, click.Command]:
-    return dict(commands.commands)
-
-
 def of_pytest() -> set[str]:
     return set(_OPTION.findall(Path(str(plugin_options.__file__)).read_text()))
 
 
 def of_scripts() -> set[str]:
     """What the repository's own scripts and modules read, by the text of their sources."""
-    sources = [*(ROOT / "ci").glob("*.py"), *(ROOT / "attn_testkit").rglob("*.py")]
+    sources = [*(ROOT / "ci").glob("*.py")]
+    for package in ("attn_testkit", "packages"):
+        sources += (ROOT / package).rglob("*.py")
     return {word for path in sources for word in re.findall(r"[\"'](--[a-z][a-z-]*)[\"']", path.read_text())}
 
 
@@ -94,7 +91,7 @@ def test_every_option_that_is_named_exists_somewhere() -> None:
         ("attn-testkit rum --backend x", ["attn-testkit rum: no such command"]),
         ("attn-testkit list | grep --count x", []),
         ("attn-testkit record --to x -- serve --port 1", []),
-        ("python -m attn_testkit.calibrate --measure", []),
+        ("python -m attn_testkit_corpus.calibrate --measure", []),
     ],
 )
 def test_a_wrong_option_is_seen(line: str, wrong: list[str]) -> None:

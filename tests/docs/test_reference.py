@@ -14,7 +14,7 @@ import pytest
 from pages import generated
 from transcript import ROOT
 
-from attn_testkit.cli import commands
+from attn_testkit.cli import all_commands
 from attn_testkit.contract import (
     SGLANG,
     VLLM,
@@ -131,7 +131,7 @@ def test_presets_are_the_default_with_the_fields_of_their_line(name: str, preset
 
 def test_every_command_has_its_section_with_each_option() -> None:
     page = generated()["reference/command-line.md"]
-    for name, command in commands.commands.items():
+    for name, command in all_commands().items():
         shown = section(page, f"## {name}")
         options = [
             each for each in command.params if each.param_type_name == "option" and not getattr(each, "hidden", 0)

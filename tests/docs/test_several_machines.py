@@ -98,7 +98,7 @@ def test_the_jobs_of_gitlab_and_the_one_that_gathers(shell):
     (merge,) = flow["verdict"]["script"]
     found, text = ended(shell(merge, GOOD))
     assert found == 0
-    assert text.splitlines()[-1].startswith("CONFORMANT (smoke): 24 of 24")
+    assert text.splitlines()[-1].startswith("CONFORMANT (core): 24 of 24")
 
 
 def ours(job: Mapping[str, Any]) -> list[str]:

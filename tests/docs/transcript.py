@@ -134,7 +134,8 @@ def _run(text: str, folder: Path) -> tuple[str, ...]:
 
 _SAME = (
     (re.compile(r"(?<=\S) {2,}"), "  "),
-    (re.compile(r"\d+\.\d(?=(?:  \d+\.\d)?  (?:emulated:|cuda))"), "TIME"),  # seconds, and those of the diagnosis
+    # Seconds, and those of the diagnosis, at the end of a row or before the column "ran on".
+    (re.compile(r"(?<=  )\d+\.\d(?=(?:  \d+\.\d)?(?:  (?:emulated:|cuda)|$))"), "TIME"),
     (re.compile(r"\b\d+\.\d+ s\b"), "TIME"),
     (re.compile(r"\btorch \d\S*"), "torch VERSION"),
 )

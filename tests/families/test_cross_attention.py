@@ -23,11 +23,11 @@ from attn_testkit.contract import (
     Unsupported,
     refuse_undeclared,
 )
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import make_layers, make_step_data, new_kv, pool_image
 from attn_testkit.steps.kv_groups import table_of_group
 from attn_testkit.steps.schedule import make_schedule
+from cuda_on_cpu import emulated_cuda
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k2.40.9.17-shuffled-gauss-cross13{}-b5prod"
 EXTEND = "extend-gqa2x2-d32-fp32-p4-k0.40.9.0-n9a7.5.1.20-shuffled-gauss-cross13{}-b4prod"

@@ -15,9 +15,9 @@ from attn_testkit.cases.declared import not_declared
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, StateLayer
 from attn_testkit.families.table import family_of
-from attn_testkit.faults import r_hybrids as faults
-from attn_testkit.faults.controls_of_states import HybridAsItIs
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults import r_hybrids as faults
+from attn_testkit_corpus.faults.controls_of_states import HybridAsItIs
 
 GDN = "gdn4x2-d64-bf16-p16-{}-shuffled-{}-k64w4s32-{}-b5stale"
 DECODE = "decode-" + GDN.format("k3.19.1", "mild_decay", "layers3from5hybrid")

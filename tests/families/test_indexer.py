@@ -16,18 +16,18 @@ from attn_testkit.contract.index_pool import index_scales, keys_of, scales_of
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.family import answer
 from attn_testkit.families.sparse.index_scores import RowScores, best_keys, row_scores, stored_index
-from attn_testkit.faults import s_indexers as faults
-from attn_testkit.faults.controls_of_selections import (
+from attn_testkit.results.case_result import Status
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.index_data import IndexData, index_memory, make_index_data
+from attn_testkit.steps.schedule import make_schedule, only
+from attn_testkit_corpus.faults import s_indexers as faults
+from attn_testkit_corpus.faults.controls_of_selections import (
     IndexerFused,
     IndexerOneBuffer,
     IndexerPowerOfTwoScales,
     IndexerUnsorted,
 )
-from attn_testkit.faults.indexer import IndexerParent
-from attn_testkit.results.case_result import Status
-from attn_testkit.steps.data import make_layers
-from attn_testkit.steps.index_data import IndexData, index_memory, make_index_data
-from attn_testkit.steps.schedule import make_schedule, only
+from attn_testkit_corpus.faults.indexer import IndexerParent
 
 DECODE = "decode-mqa4-d64-bf16-p16-k100.37-shuffled-gauss-sel16-idx4{}-b4prod"
 VERIFY = "target-verify-mqa4-d64-bf16-p16-k40.9.100-chain4-shuffled-gauss-sel16-idx4{}-b4nan"

@@ -12,17 +12,17 @@ from attn_testkit.contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, C
 from attn_testkit.contract.row_format import ALL_NAN
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.family import SPARSE
-from attn_testkit.faults.controls_of_selections import SparsePackedRowsInBf16
-from attn_testkit.faults.s_packed_rows import (
+from attn_testkit.steps.data import nan_of, pool_image
+from attn_testkit.steps.packed_rows import accepted, with_one_packing
+from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.controls_of_selections import SparsePackedRowsInBf16
+from attn_testkit_corpus.faults.s_packed_rows import (
     OneScaleForARow,
     RowsOfOtherTiles,
     ScaleOfTheNextTile,
     ScalesRoundedToAPowerOfTwo,
     ScalesStoredOncePerSlot,
 )
-from attn_testkit.steps.data import nan_of, pool_image
-from attn_testkit.steps.packed_rows import accepted, with_one_packing
-from attn_testkit.steps.schedule import make_schedule
 
 CASE = "decode-mla4-d256r64-bf16-p16-k100.37-shuffled-gauss-kv{}-sel16-b2prod"
 AMAX, POW2 = "fp8dsmla", "fp8dsmlapow2"

@@ -18,10 +18,10 @@ from attn_testkit.contract import ForwardMode
 from attn_testkit.families.recurrent.data import make_state_data
 from attn_testkit.families.recurrent.memory import STATE_POOL
 from attn_testkit.families.recurrent.recurrence import recur, start_of
-from attn_testkit.faults import r_prefix_cache as faults
-from attn_testkit.faults.states import StateParent
 from attn_testkit.steps.cached_prompts import cached_lengths, continued_length
 from attn_testkit.steps.schedule import make_schedule, part
+from attn_testkit_corpus.faults import r_prefix_cache as faults
+from attn_testkit_corpus.faults.states import StateParent
 
 EXTEND = "extend-{}-d{}-bf16-p16-k37.20x2.0.37-n33a9.3.17.6.2-shuffled-{}-k{}w4s32.{}-b5prod"
 DECODE = "decode-gdn4x2-d64-bf16-p16-k9.3.1.30.7-shuffled-mild_decay-k64w4s32.source-b6stale"

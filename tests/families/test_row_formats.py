@@ -28,11 +28,11 @@ from attn_testkit.contract import (
 from attn_testkit.contract.backend import Unsupported, refuse_undeclared
 from attn_testkit.contract.row_format import ALL_NAN, FP4, INT4, codes_of
 from attn_testkit.families.softmax.packed_rows import misread_rows
-from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.steps.data import make_layers, make_step_data, pool_image
 from attn_testkit.steps.packed_rows import accepted, with_one_packing
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit.watches.pool_watch import PoolWatch
+from attn_testkit_corpus.faults.catalogue import entry_of
 
 FORMATS = sorted(set(ROW_FORMATS) - LATENT_FORMATS)
 APART = [name for name in FORMATS if ROW_FORMATS[name].apart]

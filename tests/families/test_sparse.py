@@ -16,27 +16,27 @@ from attn_testkit.families.softmax import answer as softmax
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.family import SPARSE, answer
 from attn_testkit.families.table import family_of, meaningless
-from attn_testkit.faults.s_selected_blocks import (
+from attn_testkit.steps.data import make_step_data
+from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.s_selected_blocks import (
     BlockTakenForItsFirstKey,
     BlockZeroForMinusOne,
     OwnBlockLeftOut,
     OwnBlockNotCutOff,
 )
-from attn_testkit.faults.s_selected_keys import (
+from attn_testkit_corpus.faults.s_selected_keys import (
     FirstHoleEndsTheRow,
     MinusOneClampedToSlotZero,
     OneSelectionPerRequest,
     SelectionIgnored,
     UnselectedKeysMultipliedByZero,
 )
-from attn_testkit.faults.s_selected_rows import (
+from attn_testkit_corpus.faults.s_selected_rows import (
     LseOfARowWithoutKeysIsPlusInf,
     SelectionsAlignedWithTheLastRows,
     SelectionsAssumedForAllRows,
 )
-from attn_testkit.faults.sparse import SparseBlocks, SparseWithSums
-from attn_testkit.steps.data import make_step_data
-from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.sparse import SparseBlocks, SparseWithSums
 
 DECODE = "decode-mqa4-d64-bf16-p16-k40.9.100-shuffled-gauss-sel16-b4prod"
 VERIFY = "target-verify-mqa4-d64-bf16-p16-k40.9.100-chain4-shuffled-gauss-sel16{}-b4prod"

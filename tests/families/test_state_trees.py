@@ -17,11 +17,11 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, State
 from attn_testkit.families.recurrent.data import make_state_data, state_places, state_pool_slots
 from attn_testkit.families.recurrent.recurrence import recur
-from attn_testkit.faults import r_trees as faults
-from attn_testkit.faults.controls_of_states import StatesInTrees
-from attn_testkit.faults.r_big_pools import OffsetOfASlotIn32Bits
-from attn_testkit.faults.states import StateParent
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults import r_trees as faults
+from attn_testkit_corpus.faults.controls_of_states import StatesInTrees
+from attn_testkit_corpus.faults.r_big_pools import OffsetOfASlotIn32Bits
+from attn_testkit_corpus.faults.states import StateParent
 
 DECLARED = TorchNativeStateBackend.capabilities
 TREE = "target-verify-{}-d64-bf16-p16-k5.1.3-t0.0.1.1.3-shuffled-{}-k64w4s32{}-layers1from0-b4prod"

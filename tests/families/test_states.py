@@ -14,11 +14,11 @@ from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
-from attn_testkit.faults import r_prefills as prefills
-from attn_testkit.faults import r_published as published
-from attn_testkit.faults import r_rollback as rollback
-from attn_testkit.faults import r_states as faults
-from attn_testkit.faults.controls_of_states import (
+from attn_testkit_corpus.faults import r_prefills as prefills
+from attn_testkit_corpus.faults import r_published as published
+from attn_testkit_corpus.faults import r_rollback as rollback
+from attn_testkit_corpus.faults import r_states as faults
+from attn_testkit_corpus.faults.controls_of_states import (
     StatesByConvention,
     StatesClearedByTheServer,
     StatesOfPaddingUnwritten,

@@ -7,11 +7,11 @@ import torch
 from generated_texts import FILES, OWN_FILES, TEXTS, text_of
 
 from attn_testkit.checks.failures import from_exception, site_of
-from attn_testkit.emulation.sites import UNKNOWN, author_site
 from attn_testkit.reports.grouping import group_failures, without_numbers
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.finding import Finding
 from attn_testkit.results.texts import is_generated
+from cuda_on_cpu.sites import UNKNOWN, author_site
 
 AUTHORS = "attn.py:12 in run: return self.compiled(q)"
 SHAPES = range(3, 40)

@@ -27,7 +27,7 @@ from attn_testkit.reports.record import read_report, schema
 from attn_testkit.reports.render import html_page
 from attn_testkit.results.case_result import Status
 
-FAULT = "attn_testkit.faults.d_kv_extent:PartialLastPageDropped"
+FAULT = "attn_testkit_corpus.faults.d_kv_extent:PartialLastPageDropped"
 FEW = ("--mode", "decode", "--execution", "eager", "--device", "cpu", "--minutes", "5")
 
 

@@ -26,10 +26,10 @@ from attn_testkit.results.finding import Finding
 from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.planning.request import Item, Plan
 
-PACKED = "attn_testkit.faults.a_query_offsets:QlensPackedVsUniformStride"
-LAST_PAGE = "attn_testkit.faults.d_kv_extent:PartialLastPageDropped"
-PADDED_ROWS = "attn_testkit.faults.b_padding:PadFillUnderflowsUniformWidth"
-WINDOW = "attn_testkit.faults.f_windows:DecodeWindowOneMore"
+PACKED = "attn_testkit_corpus.faults.a_query_offsets:QlensPackedVsUniformStride"
+LAST_PAGE = "attn_testkit_corpus.faults.d_kv_extent:PartialLastPageDropped"
+PADDED_ROWS = "attn_testkit_corpus.faults.b_padding:PadFillUnderflowsUniformWidth"
+WINDOW = "attn_testkit_corpus.faults.f_windows:DecodeWindowOneMore"
 HERE = Path(__file__).parent
 PASSES = "decode-mha2-d32-bf16-p1-k0-contiguous-gauss-b1prod"
 

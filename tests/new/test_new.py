@@ -94,8 +94,11 @@ def test_the_workflow_installs_the_kit_from_where_the_page_about_ci_does(call, t
     call("new", "mine")
     flow = (tmp_path / "mine" / ".github" / "workflows" / "conformance.yml").read_text()
     page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "ci.md").read_text()
-    (kit,) = [line.partition(" @ ")[2].split()[0] for line in page.splitlines() if line.startswith("  KIT: ")]
-    assert f'"attn-testkit[xdist] @ {kit}"' in flow
+    for name, variable in (("attn-testkit[xdist]", "KIT"), ("cuda-on-cpu", "CUDA_ON_CPU")):
+        (place,) = [
+            line.partition(" @ ")[2].split()[0] for line in page.splitlines() if line.startswith(f"  {variable}: ")
+        ]
+        assert f'"{name} @ {place}"' in flow
     (torch,) = [line.partition("install ")[2] for line in page.splitlines() if "whl/cpu" in line]
     assert torch in flow
 

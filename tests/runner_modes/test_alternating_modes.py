@@ -16,9 +16,9 @@ from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import declared_co_residents
 from attn_testkit.contract import BackendContext, Capabilities, ForwardBatch, ForwardMode
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 MIXED = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod-multi_mode")
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND

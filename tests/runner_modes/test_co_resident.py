@@ -19,9 +19,9 @@ from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import AttentionBackend, AttentionLayer, ForwardBatch
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 OWN = make_schedule(parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"))
 OTHER = make_schedule(parse_case("decode-mha2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"))

@@ -15,11 +15,11 @@ from attn_testkit.runner_modes.errors import RunError
 from attn_testkit.runner_modes.looked_at import looked_at
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.emulation import HostSyncError, emulated_cuda
 from attn_testkit.graphs import compilers
 from attn_testkit.graphs.compilers import Tuner, at_work_in, recompiling_allowed, room_left, while_compilers_work
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 from attn_testkit.steps.schedule import make_schedule
+from cuda_on_cpu import HostSyncError, emulated_cuda
 
 
 def wait() -> int:

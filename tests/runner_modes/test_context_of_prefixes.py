@@ -14,8 +14,8 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import SGLANG, VLLM, ForwardMode, TreeMaskMode, Unsupported, VerifyMask
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.steps.schedule import make_schedule
+from cuda_on_cpu import emulated_cuda
 
 DECLARED = TorchNativeBackend.capabilities
 DRAFTS = sorted(set(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND})

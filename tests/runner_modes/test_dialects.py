@@ -25,9 +25,9 @@ from attn_testkit.contract import (
     Unsupported,
     VerifyInput,
 )
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.steps.schedule import make_schedule
+from cuda_on_cpu import emulated_cuda
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"

@@ -17,10 +17,10 @@ from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import DraftDecodeInput, ForwardBatch, Unsupported
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p16-k3.15.40-topk2steps4-shuffled-gauss-b4{padding}"
 REPLAYS_ONLY = RunOptions(eager_steps=False)

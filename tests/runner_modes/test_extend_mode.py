@@ -18,10 +18,10 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch, ForwardMode
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k3.15.40-n10a17.1.2-chunks3-shuffled-gauss-b4prod"
 TENSORS = ("seq_lens", "req_pool_indices", "out_cache_loc", "positions", "extend_seq_lens", "extend_prefix_lens",

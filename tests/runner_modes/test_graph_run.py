@@ -19,10 +19,10 @@ from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.contract import AttentionBackend, ForwardBatch
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 DECODE = make_schedule(parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"))
 

@@ -19,11 +19,11 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, LegacyGraphHooks, VerifyInput
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
 from attn_testkit.results.case_result import Status
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"

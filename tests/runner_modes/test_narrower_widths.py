@@ -24,8 +24,8 @@ from attn_testkit.contract import (
     VerifyInput,
     VerifyMask,
 )
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 VERIFY = "target-verify-mha2-d32-fp32-p4-k9.3-chain{}-shuffled-gauss-b3prod-narrower_widths"
 DRAFT = "draft-decode-mha2-d32-fp32-p4-k9.3-topk2steps{}-shuffled-gauss-b3prod-narrower_widths"

@@ -13,13 +13,15 @@ from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.runner_modes.static_inputs import make_static_inputs
+from attn_testkit.runner_modes.step_tensors import STEP_TENSORS
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.observation import Observation
-from attn_testkit.contract import ForwardBatch
-from attn_testkit.emulation import crossings, emulated_cuda
+from attn_testkit.contract import AttentionBackend, ForwardBatch
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import crossings, emulated_cuda
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
@@ -34,13 +36,13 @@ def device() -> Iterator[None]:
         yield
 
 
-def eager(backend: type[TorchNativeBackend], case_id: str = DECODE) -> tuple[Schedule, Observation]:
+def eager(backend: type[AttentionBackend], case_id: str = DECODE) -> tuple[Schedule, Observation]:
     schedule = make_schedule(parse_case(case_id))
     harness = ServerHarness(backend, [schedule], CUDA)
     return schedule, run_eager(harness, schedule, schedule.steps[0], Clock())
 
 
-def replays(backend: type[TorchNativeBackend], case_id: str) -> list[Observation]:
+def replays(backend: type[AttentionBackend], case_id: str) -> list[Observation]:
     schedule = make_schedule(parse_case(case_id))
     harness = ServerHarness(backend, [schedule], CUDA)
     run = run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False))
@@ -105,6 +107,24 @@ class Advances(TorchNativeBackend):
         return out
 
 
+class FollowsItsSources(TorchNativeStateBackend):
+    """Writes the slot of a request over the one that it continues, as if the next step began there."""
+
+    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        out = super().forward(*arguments, **named)
+        state = next(each for each in arguments if isinstance(each, ForwardBatch)).state
+        assert state is not None
+        assert state.sources is not None
+        state.sources[:1].copy_(state.indices[:1])
+        return out
+
+
+def test_a_step_may_not_write_the_sources_of_states() -> None:
+    case = "decode-gdn1x2-d128-fp16-p16-k5-shuffled-strong_decay-k128w1sb16.null.zeroed.source.kv.strided.snap16-b2prod"
+    assert names(eager(FollowsItsSources, case)[1], "now") == ["batch.state.sources"]
+    assert any(names(observed, "now") == ["batch.state.sources"] for observed in replays(FollowsItsSources, case))
+
+
 def test_an_input_travels_as_it_was_and_as_it_is() -> None:
     schedule, observed = eager(Advances)
     lens = schedule.steps[0].lens
@@ -137,7 +157,7 @@ def test_a_step_comes_to_the_host_in_one_transfer(case_id: str, monkeypatch: pyt
 def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, rows: int, tokens: int) -> None:
     schedule = make_schedule(parse_case(VERIFY))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
-    static = make_static_inputs(harness, schedule, fill=1)
+    static = make_static_inputs(harness, schedule, 1, STEP_TENSORS)
     sent, *others = static.sent(bs, spec=True, mask=False)
     lengths = {place.name.removeprefix("batch."): place.shape[0] for place in sent.places}
     by_token = {"input_ids", "out_cache_loc", "positions", "spec_info.hidden_states"}
@@ -152,14 +172,14 @@ def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, r
 def test_what_a_step_writes_on_the_host_reaches_every_buffer() -> None:
     schedule = make_schedule(parse_case(V1))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
-    static = make_static_inputs(harness, schedule, fill=1)
-    assert static.seq_lens.tolist() == static.seq_lens_cpu.tolist() == [1] * 4
-    assert static.num_accept_tokens.tolist() == static.extend_seq_lens.tolist() == [4] * 4
-    assert static.num_correct_drafts.tolist() == [3] * 4
-    assert static.select_index.tolist() == [3, 7, 11, 15]
-    assert static.input_ids.tolist() == static.positions.tolist() == static.out_cache_loc.tolist() == [0] * 16
+    static = make_static_inputs(harness, schedule, 1, STEP_TENSORS)
+    assert static["seq_lens"].tolist() == static.seq_lens_cpu.tolist() == [1] * 4
+    assert static["num_accept_tokens"].tolist() == static["extend_seq_lens"].tolist() == [4] * 4
+    assert static["num_correct_drafts"].tolist() == [3] * 4
+    assert static["select_index"].tolist() == [3, 7, 11, 15]
+    assert static["input_ids"].tolist() == static["positions"].tolist() == static["out_cache_loc"].tolist() == [0] * 16
     for value, (name, array) in enumerate(static.host.items(), start=20):
         array[:] = value
         static.send()
-        assert getattr(static, name).eq(value).all(), name
-    assert static.seq_lens_cpu.tolist() == static.seq_lens.tolist()
+        assert static[name].eq(value).all(), name
+    assert static.seq_lens_cpu.tolist() == static["seq_lens"].tolist()

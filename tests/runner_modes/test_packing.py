@@ -11,8 +11,8 @@ from attn_testkit.runner_modes.batches import batch_on_device, spec_on_device
 from attn_testkit.runner_modes.tables import Tables
 
 from attn_testkit.contract import ForwardBatch, ForwardMode, VerifyInput
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.watches.packing import pack_places, send, sent_alone
+from cuda_on_cpu import emulated_cuda
 
 CUDA = torch.device("cuda")
 

@@ -13,9 +13,9 @@ from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.steps.schedule import Step, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b5{}"
 

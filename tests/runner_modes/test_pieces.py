@@ -14,8 +14,8 @@ from attn_testkit.runner_modes.pieces import Pieces
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.steps.schedule import Schedule, make_schedule
+from cuda_on_cpu import emulated_cuda
 
 CASE = "extend-mqa4-d32-bf16-p16-k9.70.1-n2a2x3-shuffled-gauss-b4prod-{}piecewise"
 

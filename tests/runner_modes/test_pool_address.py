@@ -18,9 +18,9 @@ from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.derived_parameters import address_varies
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.environment import memory_across_4_gib
 from attn_testkit.steps.schedule import make_schedule
+from cuda_on_cpu import emulated_cuda
 
 SPAN, CUDA = 1 << 32, torch.device("cuda")
 KV = "decode-gqa2x2-d64-bf16-p16-k40.70.12-shuffled-gauss"

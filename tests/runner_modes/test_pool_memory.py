@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attn_testkit.contract import KV_LAYOUTS, AttentionLayer, KVLayer, KVPool, KVPoolSpec
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.watches.pool_watch import PoolWatch
+from cuda_on_cpu import emulated_cuda
 
 CUDA = torch.device("cuda")
 NAMED = [name for name in KV_LAYOUTS if name != "custom"]

@@ -13,10 +13,10 @@ from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import AttentionLayer, KVPool
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit.watches.pool_watch import PoolWatch
+from cuda_on_cpu import emulated_cuda
 
 CUDA = torch.device("cuda")
 CASES = [

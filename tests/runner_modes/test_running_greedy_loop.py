@@ -17,9 +17,9 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.lossless import GeneratedTokens, lossless, ran_to_its_end
 from attn_testkit.contract import AttentionBackend, AttentionLayer, ForwardMode
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.families.expected import Expected, expect_of
 from attn_testkit.steps.greedy_loop import Loop, data_of_tokens, loop_modes, make_loop
+from cuda_on_cpu import emulated_cuda
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p{page}-k17.32.1-topk{k}steps{s}-loop{rounds}-shuffled-gauss-b4prod"
 DRAFT, VERIFY, V1, V2 = (

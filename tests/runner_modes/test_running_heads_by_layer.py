@@ -19,14 +19,14 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.comparison import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import KV_LAYOUTS, AttentionLayer, HeadShape, KVLayer, KVPoolSpec, Unsupported
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
-from attn_testkit.faults.controls_of_layouts import KeysInPiecesOfEight
 from attn_testkit.running.case_runs.evaluate import step_inputs
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.kv_groups import slot_map
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.controls_of_layouts import KeysInPiecesOfEight
+from cuda_on_cpu import emulated_cuda
 
 WINDOWED = "decode-gqa2x4-d64-bf16-p4-k19.40.6-shuffled-gauss-w7-layers3from5by8x4d32.8x2d64-b4prod"
 DRAFT = WINDOWED.replace("by8x4d32.8x2d64", "by4x2d32.8x4d64")

@@ -18,12 +18,12 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.comparison import Comparison
 from attn_testkit.contract import KV_LAYOUTS, ForwardBatch, KVGroup, Unsupported, refuse_undeclared
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.kv_groups import slot_map, table_of_group
 from attn_testkit.steps.schedule import make_schedule
+from cuda_on_cpu import emulated_cuda
 
 CASE = "decode-gqa2x2-d32-bf16-p4-k19.40.6-shuffled-gauss-w7-layers3from5groups-b4prod"
 ALONE = CASE.replace("groups", "")

@@ -14,10 +14,10 @@ from in_process import check_backend
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import BackendContext, Capabilities, KVSplit, LogSumExp, Unsupported, refuse_undeclared
-from attn_testkit.faults.with_kv_splits import MODES, NATURAL, SplitKVBackend
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.with_kv_splits import MODES, NATURAL, SplitKVBackend
 
 EAGER = {"executions": ["eager"], "device": "cpu"}
 PREFIX = "decode-gqa2x2-d64-bf16-p4-k9.0.6-shuffled-gauss-sink-lseprefix-b3prod"

@@ -28,14 +28,14 @@ from attn_testkit.contract import (
     ForwardMode,
     StateInput,
 )
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.families.expected import Expected, expect_of
 from attn_testkit.families.table import family_of
-from attn_testkit.faults.hybrids import HybridBySlotsParent, HybridParent
-from attn_testkit.faults.states import StateParent
-from attn_testkit.faults.states_of_servers import SlotsParent
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.verify_loop import VerifyLoop, make_verify_loop
+from attn_testkit_corpus.faults.hybrids import HybridBySlotsParent, HybridParent
+from attn_testkit_corpus.faults.states import StateParent
+from attn_testkit_corpus.faults.states_of_servers import SlotsParent
+from cuda_on_cpu import emulated_cuda
 
 STATES = "target-verify-{kind}4x2-d64-bf16-p16-k17.9.1-chain4-loop3-shuffled-mild_decay-k64w4s32{by}-{layers}b4prod"
 KEYS = "target-verify-gqa2x2-d64-bf16-p4-k17.32.1-chain4-loop3-shuffled-gauss{options}-b4prod"

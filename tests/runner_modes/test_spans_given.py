@@ -16,8 +16,8 @@ from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import ForwardBatch
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.steps.schedule import make_schedule
+from cuda_on_cpu import emulated_cuda
 
 CASE = "extend-gqa2x2-d32-bf16-p4-k19.6.8-n9a9.4.7-shuffled-gauss-w7-spansprefix-b4prod"
 

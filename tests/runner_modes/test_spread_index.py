@@ -14,11 +14,11 @@ from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.emulation import emulated_cuda
-from attn_testkit.faults.indexer import IndexerParent
 from attn_testkit.steps.kv_groups import slot_map, slots_of_schedule
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit.watches.spread_watch import slots_around
+from attn_testkit_corpus.faults.indexer import IndexerParent
+from cuda_on_cpu import emulated_cuda
 
 CASE = "decode-mqa4-d128-bf16-p16-k25.69.1-shuffled-gauss-sel16-idx4-layers1from0-b4prod-bigpool"
 SCHEDULE = make_schedule(parse_case(CASE))

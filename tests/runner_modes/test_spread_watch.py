@@ -19,13 +19,13 @@ from attn_testkit.runner_modes.messages import RunCase
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Execution
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.environment import resolve
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.running.case_runs.case_run import run_case
 from attn_testkit.steps.kv_groups import slot_map
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit.watches.spread_watch import slots_around
+from cuda_on_cpu import emulated_cuda
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
 SCHEDULE = make_schedule(parse_case(CASE))

@@ -7,9 +7,9 @@ from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.contract import Execution, KernelPlan
 from attn_testkit.environment import resolve
-from attn_testkit.faults.indexer import IndexerParent
 from attn_testkit.results.names import NO_ROOM
 from attn_testkit.running.case_runs.case_run import run_case
+from attn_testkit_corpus.faults.indexer import IndexerParent
 
 CASE = "extend-mqa4-d64-bf16-p16-k41-n520a520-shuffled-gauss-sel16-idx4-layers1from0-b1prod-wide_scores"
 

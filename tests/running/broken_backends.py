@@ -16,7 +16,7 @@ from attn_testkit.contract import (
     KernelPlan,
 )
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.faults.orders import in_other_order
+from attn_testkit_corpus.faults.orders import in_other_order
 
 ALL = MinimalBackend.capabilities
 DECODE = ALL.with_changes(eager={"decode"}, graph={"decode"}, max_q_rows=1, max_topk=0)
@@ -176,7 +176,7 @@ class TunesForEveryLength(_Decode):
 
     def run(self, q, kv, plan):
         # Not before there is an emulation: Triton decides at its import how it runs kernels.
-        from attn_testkit.faults.tuned_copy import tuned_copy
+        from attn_testkit_corpus.faults.tuned_copy import tuned_copy
 
         return tuned_copy(super().run(q, kv, plan), self.longest)
 

@@ -14,7 +14,7 @@ SOFT_CAP = "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-cap1.5-b4prod"
 REVERSED = "draft-extend-v2-gqa3x2-d32-fp16-p4-k3.9-n4a1.3-reversed-gauss-b2prod"
 SHORT_FIRST = "decode-gqa3x2-d64-bf16-p4-k0.9.70-shuffled-gauss-b4prod"
 NEGATIVE = "decode-gqa3x2-d64-bf16-p4-k0.9.70-shuffled-negative-b4prod"
-HERE = "attn_testkit.faults."
+HERE = "attn_testkit_corpus.faults."
 
 TEXTS = [
     (

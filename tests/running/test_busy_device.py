@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attn_testkit import environment
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.environment import keep_device_busy
+from cuda_on_cpu import emulated_cuda
 
 
 class Device:

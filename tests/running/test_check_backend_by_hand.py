@@ -11,7 +11,7 @@ import pytest
 
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.running.planning.candidate import Candidate
-from attn_testkit.running.planning.request import Options, Request
+from attn_testkit.running.planning.request import DIAGNOSE_SECONDS, Options, Request
 
 check_backend = importlib.import_module("attn_testkit.running.check_backend")
 
@@ -47,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_rows_that_are_known_come_first_and_the_judge_is_ended(asked: list[Any]) -> None:
     assert list(check_backend.check_backend("m:A")) == [row("", Status.UNSUPPORTED), row("x"), row("y")]
     assert asked == [
-        (Options(), "auto"),
+        (Options(diagnose_s=DIAGNOSE_SECONDS), "auto"),
         (Request(backends=(Candidate("m:A"),), command="check_backend", counts_tier=True), None),
         ("a plan", ["x", "y"]),
         "closed",
@@ -60,7 +60,7 @@ def test_everything_that_is_asked_for_is_handed_on(asked: list[Any]) -> None:
         timeout_s=7.0, in_process=True, known_failures="known.toml",
     )  # fmt: skip
     assert asked[:2] == [
-        (Options(jobs=2, timeout_s=7.0, in_process=True), "cpu"),
+        (Options(jobs=2, timeout_s=7.0, in_process=True, diagnose_s=DIAGNOSE_SECONDS), "cpu"),
         (
             Request(
                 (Candidate("m:A"),),

@@ -57,7 +57,7 @@ def test_what_is_attended_is_said_of_the_request_in_the_headline() -> None:
 
 
 def test_nan_from_k_and_v_that_are_stored_already_is_not_called_something_kept() -> None:
-    strides = "attn_testkit.faults.i_addressing:QueryStrideIgnored"
+    strides = "attn_testkit_corpus.faults.i_addressing:QueryStrideIgnored"
     case = "decode-gqa2x2-d32-bf16-p1-k7x2-shared-negative-w0-b2prod-s3"
     results = check_backend(strides, device="cpu", executions=["eager"], cases=[case])
     (finding,) = (finding for result in results for finding in result.findings)

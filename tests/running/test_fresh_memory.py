@@ -9,11 +9,11 @@ import pytest
 import torch
 from in_process import plan_run, run_item
 
-from attn_testkit.emulation import Policy, emulated_cuda
 from attn_testkit.environment import Environment
-from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.graphs.poison import FreshMemory, fresh_memory
 from attn_testkit.results.case_result import Status
+from attn_testkit_corpus.faults.catalogue import entry_of
+from cuda_on_cpu import Policy, emulated_cuda
 
 
 @pytest.mark.parametrize("byte", [0xFF, 0xBC])

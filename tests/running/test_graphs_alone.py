@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from in_process import check_backend
 
-from attn_testkit.faults import a_graphs_alone as faults
-from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit_corpus.faults import a_graphs_alone as faults
+from attn_testkit_corpus.faults.parent import PlannedBackend
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k5.9.14.2-shuffled-gauss-b6prod"
 

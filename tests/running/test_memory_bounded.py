@@ -9,12 +9,12 @@ from attn_testkit.runner_modes.memory_bounded import REPEATS, memory_bounded
 from attn_testkit.runner_modes.memory_use import MemoryUse
 from in_process import check_backend
 
-from attn_testkit.emulation import emulated_cuda
 from attn_testkit.results.case_result import CaseResult, Status
+from cuda_on_cpu import emulated_cuda
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
-FAULTS = "attn_testkit.faults.j_growing_memory"
-CONTROLS = "attn_testkit.faults.controls_of_memory"
+FAULTS = "attn_testkit_corpus.faults.j_growing_memory"
+CONTROLS = "attn_testkit_corpus.faults.controls_of_memory"
 
 
 def result_of(spec: str, execution: str) -> CaseResult:

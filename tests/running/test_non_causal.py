@@ -12,9 +12,9 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
-from attn_testkit.faults import e_non_causal as faults
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults import e_non_causal as faults
 
 EXTEND, VERIFY = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 CAPABILITIES = faults.NON_CAUSAL

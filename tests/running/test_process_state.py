@@ -270,9 +270,12 @@ def test_a_table_of_the_kit_is_watched_entry_by_entry(watched: types.ModuleType,
     assert changes(before) == []
 
 
-@pytest.mark.parametrize("package", ["backends", "examples", "faults"])
+@pytest.mark.parametrize(
+    "package",
+    ["attn_testkit.backends", "attn_testkit.examples", "attn_testkit_corpus.faults", "attn_testkit_servers.fakes"],
+)
 def test_modules_of_backends_may_keep_state(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    module = types.ModuleType(f"attn_testkit.{package}.of_a_test")
+    module = types.ModuleType(f"{package}.of_a_test")
     module.LIMIT = 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     before = take_state()

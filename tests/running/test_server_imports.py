@@ -37,7 +37,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(server_imports, "BRIDGES", {"pretend_server": "attn_testkit.bridges.pretend"})
+    monkeypatch.setattr(server_imports, "bridges", lambda: {"pretend_server": "attn_testkit_servers.bridges.pretend"})
     torch.backends.cuda.enable_cudnn_sdp(True)
     before = take_state()
     yield
@@ -97,7 +97,10 @@ def test_an_import_of_somebody_else_is_not_accepted(watch: ServerImports, name: 
 
 
 def test_whatever_a_bridge_imports_is_the_servers_but_not_the_backends_own_module(watch: ServerImports) -> None:
-    bridge: dict[str, Any] = {"__name__": "attn_testkit.bridges.pretend.driver", "load": importlib.import_module}
+    bridge: dict[str, Any] = {
+        "__name__": "attn_testkit_servers.bridges.pretend.driver",
+        "load": importlib.import_module,
+    }
     before = take_state()
     exec("def forward(name):\n    return load(name)", bridge)
     bridge["forward"]("pretend_library")

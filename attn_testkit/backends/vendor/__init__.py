@@ -12,6 +12,7 @@ from .provider import (
     real,
     sm_of,
     swapped,
+    why_not_here,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "real",
     "sm_of",
     "swapped",
+    "why_not_here",
 ]

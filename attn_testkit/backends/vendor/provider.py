@@ -1,9 +1,10 @@
 """Entry points of vendor packages, real or fake.
 
 An adapter names an entry point and a device. It gets the package's own function or class if the package imports, the
-device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes
-in torch. Every call of a fake is first bound to the *installed* package's signature, so that an adapter cannot rot
-unseen where no GPU is: an argument that was renamed or dropped raises ``TypeError`` here as it would there.
+device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes in
+torch, from the distribution that registers it (attn-testkit-servers). Every call of a fake is first bound to the
+*installed* package's signature, so that an adapter cannot rot unseen where no GPU is: an argument that was renamed or
+dropped raises ``TypeError`` here as it would there.
 
 The better a fake, the more of the package's own Python runs in it. If the package separates Python from compiled
 code, replace the compiled module only (``swapped``): then state, checks and exceptions are the package's own.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata as metadata
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +26,12 @@ import torch
 
 from .source_signature import stub_of
 
+FAKES = "attn_testkit.fakes"
+"""Entry-point group in which a distribution registers modules of fakes: ``trtllm_fake = "pkg.module"``."""
+
 
 class VendorMissing(ImportError):
-    """The package is not installed, or does not import here. Names the extra to install."""
+    """The package, or the fake of its kernels, is not installed or does not import here. Names what to install."""
 
 
 class VendorMismatch(RuntimeError):
@@ -42,7 +47,8 @@ class EntryPoint:
     sm: tuple[tuple[int, int], ...]
     """Ranges of compute capability with a kernel, ends inclusive, as ``((90, 90), (100, 103))``."""
     fake: str
-    """``module:attribute`` of the fake, imported when it is first needed. A function takes the real one's
+    """``name:attribute`` of the fake, by the name of its module in the group ``attn_testkit.fakes``, or
+    ``module:attribute``; imported when it is first needed. A function takes the real one's
     parameters, defaults filled in. A class has the real one's methods. A ``make_...`` function takes the real thing and
     returns the fake (for fakes that derive from the real class)."""
     extra: str
@@ -143,12 +149,48 @@ def _found(find: Callable[[str], Any], entry: EntryPoint) -> Any:
 def fake_of(entry: EntryPoint) -> Any:
     """The fake, its calls bound to the real signature."""
     original = _found(stub_of, entry) if entry.from_source else real(entry)
-    fake = _attribute(entry.fake)
+    fake = _fake_by_name(entry.fake)
     if entry.fake.partition(":")[2].startswith("make_"):
         return fake(original)
     if inspect.isclass(fake):
         return _bound_class(original, fake)
     return _bound_function(original, fake)
+
+
+@functools.cache
+def _registered() -> Mapping[str, str]:
+    """Name of a module of fakes -> the module, of every distribution that is installed."""
+    return {point.name: point.value for point in metadata.entry_points(group=FAKES)}
+
+
+def _fake_by_name(path: str) -> Any:
+    name, _, attribute = path.partition(":")
+    module = _registered().get(name, name)
+    try:
+        return _attribute(f"{module}:{attribute}")
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise VendorMissing(_no_fake(name)) from error
+
+
+def _no_fake(name: str) -> str:
+    return (
+        f"the fakes of vendor kernels ({name}) are in the distribution attn-testkit-servers, which is not installed; "
+        "pip install 'PATH_OF_THE_CHECKOUT/packages/servers'"
+    )
+
+
+def why_not_here(*entries: EntryPoint) -> str:
+    """Value of ``AttentionBackend.not_here`` for an adapter of these entry points; empty if each is real or has a fake.
+
+    The device that torch has at the moment is asked, and only for an entry point whose fake is not installed.
+    """
+    for entry in entries:
+        name = entry.fake.partition(":")[0]
+        if name not in _registered() and (why := _why_not_real(entry, torch.device("cuda"))):
+            return f"{why}, and {_no_fake(name)}"
+    return ""
 
 
 def _attribute(path: str) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from ...checks import Comparison
+from ...contract import AttentionLayer
+from ...families.expected import expect
 from ...steps.data import StepData, make_layers
 from .assumed_numbers import right_keys_and_a_wrong_number
 from .evidence import SAME_RESULTS, SMALL_ERROR, Evidence, Supposed, with_own_values
@@ -86,18 +89,35 @@ def other_layers_kv(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(right_keys_and_a_wrong_number)
 def other_dims(e: Evidence) -> Iterator[Supposed]:
-    """Logits without some dims of q and k: a tile of them, or all from one on."""
-    data, dim = e.expected.data, e.expected.data.q.shape[-1]
+    """Logits without some dims of q and k: a tile of them, or all from one on, in all rows and in another step."""
+    dim = e.expected.data.q.shape[-1]
     tile = next(size for size in (16, 32, 64) if dim <= 8 * size or size == 64)
     starts = range(0, dim, tile)
     for first, end in dict.fromkeys([*((i, dim) for i in starts[1:]), *((i, min(i + tile, dim)) for i in starts)]):
-        queries = data.q.clone()
-        queries[..., first:end] = 0
-        yield Supposed(
+        supposed = Supposed(
             "a tile of the head dim is not loaded, or a width is too small: the result is right if dims "
             f"{first}..{end - 1} of {dim} are left out of the product of q and k",
-            replace(data, q=queries),
+            _without_dims(e.expected.data, first, end),
+            every_row=True,
         )
+        # A dim is left out of every product, so rows of a step that is right must not contradict.
+        if e.right_for(supposed) and all(
+            other.right_for(replace(supposed, data=_without_dims(other.expected.data, first, end)))
+            for other in _other_steps(e)
+        ):
+            yield supposed
+
+
+def _without_dims(data: StepData, first: int, end: int) -> StepData:
+    queries = data.q.clone()
+    queries[..., first:end] = 0
+    return replace(data, q=queries)
+
+
+def _other_steps(e: Evidence) -> list[Evidence]:
+    """Evidence about the first step that was right and ran as this one did; none if there is no such step."""
+    alike = (seen for seen in e.passed if seen.replay == e.observed.replay and seen.schedule is e.schedule)
+    return [replace(e, comparison=Comparison(seen, expect(seen.schedule, seen.step))) for seen in alike][:1]
 
 
 @assumption(right_keys_and_a_wrong_number)
@@ -110,7 +130,9 @@ def other_query_heads(e: Evidence) -> str:
         # The other head's result may be that near by chance.
         return ""
     found = _head_by_head(
-        e, [replace(data, q=data.q[:, :, other : other + 1].expand_as(data.q)) for other in range(heads)], own=False
+        e,
+        [Supposed(data=replace(data, q=data.q[:, :, other : other + 1].expand_as(data.q))) for other in range(heads)],
+        own=False,
     )
     if not found:
         return ""
@@ -128,7 +150,9 @@ def other_kv_head_of_each(e: Evidence) -> str:
     heads, kv_heads = _heads(e)
     if kv_heads == 1 or kv_heads > _MOST_HEADS:
         return ""
-    found = _head_by_head(e, [_with_kv_heads(e, torch.full((heads,), kv_head)) for kv_head in range(kv_heads)])
+    found = _head_by_head(
+        e, [Supposed(data=_with_kv_heads(e, torch.full((heads,), kv_head))) for kv_head in range(kv_heads)]
+    )
     if not found:
         return ""
     named = ", ".join(f"KV head {kv_head} for head {head}" for head, kv_head in found[:3])
@@ -139,15 +163,44 @@ def other_kv_head_of_each(e: Evidence) -> str:
     )
 
 
-def _head_by_head(e: Evidence, others: Sequence[StepData], *, own: bool = True) -> list[tuple[int, int]]:
-    """Pairs of a wrong head and the index of the data that it is right for in every wrong row; all heads or none.
+@assumption(
+    lambda e: (
+        right_keys_and_a_wrong_number(e) and any(layer.sinks is not None for layer in make_layers(e.schedule.case))
+    )
+)
+def other_sink_of_each(e: Evidence) -> str:
+    """Each wrong head is right with the sink of another head, the same one in every wrong row."""
+    heads, _ = _heads(e)
+    if heads > _MOST_HEADS:
+        return ""
 
-    ``own``: true if the data at a head's own index may be meant.
+    def with_sink(head: int) -> list[AttentionLayer]:
+        return [
+            layer if layer.sinks is None else replace(layer, sinks=layer.sinks[head].expand_as(layer.sinks))
+            for layer in make_layers(e.schedule.case)
+        ]
+
+    found = _head_by_head(e, [Supposed(layers=with_sink(head)) for head in range(heads)], own=False)
+    # A single head may be near another one's result by chance, within wide limits.
+    if len(found) < _SEVERAL_HEADS:
+        return ""
+    named = ", ".join(f"of head {other} in head {head}" for head, other in found[:3])
+    more = " and so on" if len(found) > 3 else ""
+    return f"heads use the sink of another head: the result is right with the sink {named}{more}"
+
+
+_SEVERAL_HEADS = 2
+
+
+def _head_by_head(e: Evidence, others: Sequence[Supposed], *, own: bool = True) -> list[tuple[int, int]]:
+    """Pairs of a wrong head and the index of the mistake that it is right for in every wrong row; all heads or none.
+
+    ``own``: true if the mistake at a head's own index may be meant.
     """
     wrong = e.comparison.wrong.any(-1)
     misrouted = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
     found: dict[int, int] = {}
-    for number, data in enumerate(others):
-        right = (e.near(Supposed(data=data)) | ~wrong).flatten(0, 1).all(0)
+    for number, supposed in enumerate(others):
+        right = (e.near(supposed) | ~wrong).flatten(0, 1).all(0)
         found.update({h: number for h in misrouted if h not in found and right[h] and (own or h != number)})
     return sorted(found.items()) if len(found) == len(misrouted) else []

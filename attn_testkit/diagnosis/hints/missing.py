@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...cases.server_variants import variant_of
+from ...steps.data import make_layers
 from ...steps.schedule import Request
 from ..attended_keys import AttendedKeys, ranges
 from .batch import length_threshold
@@ -143,8 +144,29 @@ def _whole_prefix(m: _Missing) -> str | None:
     lone = ", or the last KV token of each tile is used for all" if m.attended.used == {m.last} else ""
     return (
         "the whole prefix is missing, only new tokens are attended to: probably a path for requests without a "
-        f"prefix, or a prefix length of 0{lone}"
+        f"prefix, or a prefix length of 0{lone}{_same_keys(m)}"
     )
+
+
+def _same_keys(m: _Missing) -> str:
+    """Other reasons for which the row attends to the same KV tokens: a window, or the end of a span."""
+    used = m.attended.used
+    if not used or used != set(range(min(used), m.last + 1)):
+        return ""
+    first, others = min(used), []
+    width = m.last - first
+    if m.attended.window >= 0 and width in {0, *_windows(m)} - {m.attended.window}:
+        others.append(f"a window of {width} instead of {m.attended.window}")
+    spans = [span for span in m.request.spans if first in (span[0], span[1] + 1)]
+    if spans:
+        where = "begins" if spans[0][0] == first else "ends"
+        others.append(f"a mask of the span {spans[0][0]}..{spans[0][1]}, which {where} there")
+    return f"; or {' or '.join(others)}, since this row attends to the same KV tokens then" if others else ""
+
+
+def _windows(m: _Missing) -> set[int]:
+    """Windows of the layers of the case; -1 for those without one."""
+    return {layer.sliding_window_size for layer in make_layers(m.e.schedule.case)}
 
 
 def _end_of_the_prefix(m: _Missing) -> str | None:
@@ -228,7 +250,8 @@ def _are(count: int) -> str:
 def _first_ones(m: _Missing) -> str | None:
     if m.keys != sorted(key for key in m.attended.wanted if key <= m.keys[-1]):
         return None
-    return f"the first {_are(len(m.keys))} missing: probably the start of a window, or an offset into the table"
+    same = _same_keys(m)
+    return f"the first {_are(len(m.keys))} missing: probably the start of a window, or an offset into the table{same}"
 
 
 _CAUSES: tuple[Callable[[_Missing], str | None], ...] = (

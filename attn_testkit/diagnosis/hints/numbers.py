@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ...cases.derived_parameters import CONTIGUOUS
 from ...contract import FP8_PRODUCTS
 from ...steps.data import make_layers
@@ -77,11 +79,14 @@ def right_keys(e: Evidence) -> str:
             "1/16 of the right one"
         )
     few, free = e.comparison.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
-    if few < SMALL_ERROR and e.step.data != "negative":
+    noise = few >= SMALL_ERROR and is_noise(e)
+    if (few < SMALL_ERROR or noise) and e.step.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype must declare" if free else ""
+        size = f"errors of both signs in all heads that are small next to the values, up to {few:.3g} times the limit"
         return (
-            f"the right KV tokens, and an error of only {few:.2g} times the limit: probably precision, such as q, "
-            f"logits, weights or partial sums rounded to the model's dtype{fp8}"
+            f"the right KV tokens, and {size if noise else f'an error of only {few:.2g} times the limit'}: probably "
+            "precision, such as q, logits, weights, an accumulator or partial sums rounded to the model's dtype, or to "
+            f"fewer bits{fp8}"
         )
     suspects = ["log-sum-exps of the KV splits, and their merge"] if case.kv_splits else []
     suspects += [_rescaling(e)] if _rescaling(e) and e.step.data != "rising_logits" else []
@@ -103,6 +108,28 @@ def right_keys(e: Evidence) -> str:
             f"fixed capacity); if none is, look at {', '.join(dict.fromkeys(suspects))}"
         )
     return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
+
+
+def is_noise(e: Evidence) -> bool:
+    """True if every head of every wrong layer is wrong by errors of both signs that are small next to its values.
+
+    A wrong scale, head or row changes values by much of their size.
+    """
+    layers = torch.tensor(e.wrong_layers)
+    rows = e.comparison.wrong.flatten(2).any(-1).any(0)
+    out, want = (each.double()[layers][:, rows] for each in (e.comparison.out, e.expected.attention))
+    if not bool(layers.any()) or not e.comparison.all_finite:
+        return False
+    error = (out - want).transpose(1, 2).flatten(2)
+    size, values = (torch.linalg.vector_norm(each, dim=-1) for each in (error, want.transpose(1, 2).flatten(2)))
+    above = (error > 0).double().sum(-1) / (error != 0).sum(-1).clamp(min=1)
+    wrong_heads = e.comparison.wrong[layers].any(-1).any(1)
+    both = (above > _ONE_SIDE) & (above < 1 - _ONE_SIDE)
+    return bool(wrong_heads.all() and both.all() and (size < _PART_OF_VALUES * values).all())
+
+
+_ONE_SIDE, _PART_OF_VALUES = 0.25, 2.0**-5
+"""Part of errors of one sign, at least, and largest error next to values, if rounding is the reason."""
 
 
 def _counted_besides(attended: AttendedKeys) -> int:

@@ -43,6 +43,35 @@ def other_query_scale(e: Evidence) -> Iterator[Supposed]:
         yield Supposed(text, rounded, q_scale="none", every_row=True)
 
 
+def _scaled_and_wrong(e: Evidence) -> bool:
+    wrong = e.comparison.all_finite and not e.comparison.right and not e.counts_alone
+    return e.schedule.q_scale != "none" and wrong
+
+
+# A product without some dims is near as well, if the scale that is lost makes logits small.
+@assumption(_scaled_and_wrong, silences=("rows_of_others", "other_scaling", "other_scale", "other_dims"))
+def lost_query_scale(e: Evidence) -> Iterator[Supposed]:
+    """The step is right for logits that lack the scale of their queries, have it twice, or have another token's."""
+    data, own = e.expected.data, e.schedule.q_scale
+    q = data.q.float()
+    scales = _scales(q, own).expand_as(q)
+    # A kernel's scale of zeros is its smallest one.
+    of_others = torch.where(group_largest(q.abs(), own) > 0, scales, _SMALLEST_SCALE)
+    for words, factor in (
+        ("is not multiplied back into the logits: the result is right without it", 1 / scales),
+        ("is multiplied into the logits twice: the result is right with its square", scales),
+        ("is that of the token before: the result is right with that one", of_others.roll(1, 1) / scales),
+        ("is that of the head before: the result is right with that one", of_others.roll(1, 2) / scales),
+    ):
+        if not bool((factor == 1).all()):
+            yield Supposed(
+                f"the scale of queries (q_scale={own!r}) {words}",
+                replace(data, q=q * factor),
+                q_scale="none",
+                every_row=True,
+            )
+
+
 @hint(Level.CAUSE, when=lambda e: e.schedule.q_scale != "none")
 def queries_of_zeros(e: Evidence) -> str:
     """All that is wrong is NaN, in rows and heads whose queries are zeros; there are others."""
@@ -56,10 +85,16 @@ def queries_of_zeros(e: Evidence) -> str:
     )
 
 
+_SMALLEST_SCALE = 2.0**-18
+
+
 def _rounded(q: torch.Tensor, q_scale: str) -> torch.Tensor:
     """Round ``q`` [L, T, Hq, D] float32 as a kernel with this scale does."""
-    scale = torch.ones(1)
-    if q_scale != "none":
-        scale = group_largest(q.abs(), q_scale) / LARGEST_FP8
-        scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.ones(1) if q_scale == "none" else _scales(q, q_scale)
     return (q / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(E4M3).float() * scale
+
+
+def _scales(q: torch.Tensor, q_scale: str) -> torch.Tensor:
+    """[L, 1 or T, 1 or Hq, 1] float32: scales of ``q`` [L, T, Hq, D]; 1 for zeros."""
+    scale = group_largest(q.abs(), q_scale) / LARGEST_FP8
+    return torch.where(scale > 0, scale, 1.0)

@@ -112,14 +112,14 @@ def nothing_computed(e: Evidence) -> str:
         return (
             "nothing was computed, the output is all zeros, in every layer, and no replay of the case is right: "
             "probably a counter, a semaphore or a work list that a warm-up or an earlier launch leaves used up and no "
-            f"replay resets{captured}"
+            f"replay resets{captured}{_or_nan(e)}"
         )
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
         return (
             "nothing was computed, the output is all zeros, in every layer, and other steps of the case are "
             "right: a choice by the number of requests, rows or KV tokens may find no kernel for these, or the kernel "
-            f"returns early{lone}"
+            f"returns early{lone}{_or_nan(e)}"
         )
     if zero.all():
         size = e.schedule.case.page_size
@@ -129,6 +129,7 @@ def nothing_computed(e: Evidence) -> str:
         return (
             "nothing was computed, the output is all zeros, in every layer: a choice by head dim, page size, dtype, "
             f"group or rows may find no kernel for this case, or the kernel returns early or reads no KV{partial}"
+            f"{_or_nan(e)}"
         )
     if e.in_graph:
         return (
@@ -139,6 +140,16 @@ def nothing_computed(e: Evidence) -> str:
         "the wrong rows were never computed (they are all zeros): probably a grid or a number of tiles that is too "
         "small, an early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a "
         "kernel begins"
+    )
+
+
+def _or_nan(e: Evidence) -> str:
+    """The other reason for zeros everywhere, unless a probe showed that no slot of another owner is read."""
+    if e.attended is not None and not e.attended.elsewhere:
+        return ""
+    return (
+        "; or a wrong row of the request table is read, so that NaN of slots that are not the request's becomes 0 in a "
+        "comparison such as sum > 0"
     )
 
 

@@ -51,6 +51,7 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
         for text, order in (("the request before it", 1), ("the request after it", -1)):
             yield f"a request reads the state of {text}", replace(data, states=data.states.roll(order, 1))
             yield f"a request reads the window of {text}", replace(data, windows=data.windows.roll(order, 1))
+        yield from _of_other_slots(data)
     own = torch.tensor([slot == source for slot, source in zip(data.slots.tolist(), data.sources, strict=True)])
     if not own.all():
         yield (
@@ -66,6 +67,39 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
         )
     if data.states.shape[2] > 1:
         yield "a head reads the state of the head before it", replace(data, states=data.states.roll(1, 2))
+
+
+def _of_other_slots(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
+    """Requests that use the slots of others, so that states and windows are those of others."""
+    count = len(data.news)
+    places = torch.arange(count)
+    for text, of in (
+        ("the request before it", (places - 1) % count),
+        ("the request before it, and the first one its own", (places - 1).clamp(min=0)),
+        ("the request after it", (places + 1) % count),
+        ("the request after it, and the last one its own", (places + 1).clamp(max=count - 1)),
+        ("the first request", places * 0),
+    ):
+        if data.before is not None:
+            taken = of.tolist()
+            yield f"a request uses the slots of {text}: its state and window are those of that request", replace(
+                data,
+                before_places=tuple(data.before_places[other] for other in taken),
+                before_rows=tuple(data.before_rows[other] for other in taken),
+            )  # fmt: skip
+            continue
+        # The slot of a fresh request holds poison, and a fresh request reads none.
+        unread, poison = data.fresh, data.fresh[of] & ~data.fresh
+        yield f"a request uses the slots of {text}: its state and window are those of that request", replace(
+            data,
+            states=_at(data.states, of, unread, poison), windows=_at(data.windows, of, unread, poison),
+        )  # fmt: skip
+
+
+def _at(held: torch.Tensor, of: torch.Tensor, unread: torch.Tensor, poison: torch.Tensor) -> torch.Tensor:
+    """``held`` [L, B, ...] of the requests ``of``; zeros where it is not read, NaN where the slot holds none."""
+    shape = (-1, *[1] * (held.dim() - 2))
+    return held[:, of].masked_fill(poison.view(shape), torch.nan).masked_fill(unread.view(shape), 0.0)
 
 
 def _of_siblings(tree: Tree) -> Tree:

@@ -70,6 +70,26 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
         yield text, keys.masked_fill(column >= tile, -1)
 
 
+def _counted_zeros(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
+    """Answers if entries of -1 load zeros and still count in the denominator: all of them, or a tile's."""
+    keys, right = data.selected, softmax.answer(schedule, data, False)
+    if keys is None or right.key_sum is None:
+        return
+    column = torch.arange(keys.shape[-1])
+    last = column.masked_fill(keys < 0, -1).amax(-1, keepdim=True)
+    counted = {"of -1": keys < 0}
+    for tile in (16, 32, 64, 128):
+        counted[f"after the last key in its tile of {tile}"] = (
+            (keys < 0) & (column // tile == last // tile) & (last >= 0)
+        )
+    for where, zeros in counted.items():
+        part = right.key_sum / (right.key_sum + zeros.sum(-1)[..., None])
+        yield Supposition(
+            f"entries of `selected` {where} load zeros and still count in the denominator, each with a logit of 0",
+            replace(right, out=right.out * part[..., None]),
+        )
+
+
 def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     data = _with_selection(schedule, data)
     allowed = data.allowed
@@ -97,6 +117,8 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
         yield Supposition(
             text, softmax.answer(schedule, replace(data, allowed=attended_by(data, keys) & visible), False)
         )
+    # Lost keys can look like counted zeros where every value lost is small: those are asked about first.
+    yield from _counted_zeros(schedule, data)
 
 
 SPARSE = Family(

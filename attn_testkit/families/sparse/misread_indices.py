@@ -98,7 +98,10 @@ def _misread(rows: _Rows, *, branches: bool) -> Iterator[tuple[str, torch.Tensor
     name, column = "slot" if rows.slots else "key", torch.arange(topk)
     first_keys = selected.clamp(min=0)
     counted = torch.where((selected >= 0) | (column < rows.keys), first_keys, -1)
-    for text, indices in ((_FIRST_KEY.format(name=name), first_keys), (_COUNTED.format(name=name), counted)):
+    mistakes = [(_FIRST_KEY.format(name=name), first_keys)]
+    if not torch.equal(counted, first_keys):
+        mistakes.append((_COUNTED.format(name=name), counted))
+    for text, indices in mistakes:
         yield text, indices if rows.slots else rows.looked_up(indices)
     for back, which in ((1, "before"), (-1, "after")):
         shifted = selected.roll(back, 1)

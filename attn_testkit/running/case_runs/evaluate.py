@@ -32,7 +32,7 @@ from ...environment import Environment, planned
 from ...families.expected import expect, expect_of
 from ...families.table import family_of
 from ...model import pack
-from ...results.case_result import CaseResult, Status
+from ...results.case_result import UNDECLARED_GRAPH, CaseResult, Status
 from ...results.finding import Finding
 from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
@@ -84,7 +84,7 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
     if item.probe:
         probed, _ = _evaluated(drive, described, case, Execution.GRAPH, environment)
         if not probed.findings and not probed.record.lost:
-            hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not declared"
+            hint = UNDECLARED_GRAPH.format(backend=item.backend, mode=item.mode)
             return replace(passed, hints=(*passed.hints, hint))
     return passed
 

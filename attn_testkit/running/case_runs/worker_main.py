@@ -14,6 +14,7 @@ import torch
 
 from ...checks.failures import device_full
 from ...contract import AttentionBackend, Capabilities
+from ...distributions import CODE
 from ...environment import Environment, resolve
 from ...graphs.capture import settle
 from ...registry import UsageError
@@ -174,7 +175,7 @@ def _packages() -> frozenset[str]:
     return frozenset(found | {"torch._dynamo"} if "torch._dynamo" in sys.modules else found)
 
 
-_ALWAYS_THERE = frozenset({"attn_testkit", "torch", "triton", "numpy", "sympy", "mpmath", "networkx"})
+_ALWAYS_THERE = frozenset({*CODE, "torch", "triton", "numpy", "sympy", "mpmath", "networkx"})
 
 
 def _with_changes(record: RunRecord, changed: tuple[str, ...]) -> RunRecord:

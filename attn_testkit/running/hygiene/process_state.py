@@ -18,11 +18,16 @@ from typing import Any
 
 import torch
 
+from ...distributions import is_of_kit
 from .settings import SETTINGS
 
-_KIT = "attn_testkit"
-_JUDGED = ("attn_testkit.backends", "attn_testkit.examples", "attn_testkit.faults")
-"""Packages of the kit that hold backends: their modules may keep state."""
+_JUDGED = (
+    "attn_testkit.backends",
+    "attn_testkit.examples",
+    "attn_testkit_corpus.faults",
+    "attn_testkit_servers.fakes",
+)
+"""Packages of the kit that hold backends and their kernels: their modules may keep state."""
 _TORCH = ("torch", "torch.nn.functional", "torch.cuda", "torch.linalg")
 _CLASSES = (torch.Tensor, torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.Event)
 
@@ -49,20 +54,21 @@ _taken: list[tuple[dict[str, ModuleType], ProcessState]] = []
 
 def _modules() -> dict[str, ModuleType]:
     """Modules whose attributes are watched: of torch the public ones, of the kit all but backends."""
-    watched = {name: sys.modules[name] for name in _TORCH if name in sys.modules}
-    for name, module in list(sys.modules.items()):
-        of_kit = name == _KIT or name.startswith(f"{_KIT}.")
-        if of_kit and not name.startswith(_JUDGED) and module is not None:
-            watched[name] = module
-    return watched
+    of_torch = {name: sys.modules[name] for name in _TORCH if name in sys.modules}
+    of_kit = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if is_of_kit(name) and not name.startswith(_JUDGED) and module is not None
+    }
+    return of_torch | of_kit
 
 
 def _owners(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
     """Modules and their classes, of torch a few."""
-    watched: dict[str, Any] = {name: module for name, module in modules.items() if not name.startswith(_KIT)}
+    watched: dict[str, Any] = {name: module for name, module in modules.items() if not is_of_kit(name)}
     watched |= {f"torch.{'' if cls is torch.Tensor else 'cuda.'}{cls.__qualname__}": cls for cls in _CLASSES}
     for name, module in modules.items():
-        if name.startswith(_KIT):
+        if is_of_kit(name):
             watched[name] = module
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             watched |= {f"{name}.{cls.__qualname__}": cls for cls in classes if cls.__module__ == name}
@@ -89,7 +95,7 @@ def _all_of(modules: Mapping[str, ModuleType]) -> ProcessState:
     tables = {
         f"{name}.{key}": (value, dict(value))
         for name, (_, attributes) in owners.items()
-        if name.startswith(_KIT)
+        if is_of_kit(name)
         for key, value in attributes.items()
         if type(value) is dict and key.lstrip("_").isupper()
     }
@@ -130,7 +136,7 @@ def changes(before: ProcessState, *, skip: tuple[str, ...] = (), of_kit: bool = 
     replaced = [
         f"{name}.{key} was {'removed' if current is _GONE else 'replaced'}"
         for name, key, current in _replaced(before)
-        if of_kit or not name.startswith(_KIT)
+        if of_kit or not is_of_kit(name)
     ]
     if not of_kit:
         return found + replaced
@@ -169,7 +175,7 @@ def accepted(before: ProcessState, *, skip: tuple[str, ...] = ()) -> Accepted:
     """Differences of settings and of torch, never of the kit. ``skip``: settings that are left out."""
     values = {setting.name: setting.read() for setting in SETTINGS if setting.name not in skip}
     changed = {name: value for name, value in values.items() if value != before.values[name]}
-    attributes = [each for each in _replaced(before) if not each[0].startswith(_KIT) and each[2] is not _GONE]
+    attributes = [each for each in _replaced(before) if not is_of_kit(each[0]) and each[2] is not _GONE]
     return Accepted(changed, tuple(attributes))
 
 

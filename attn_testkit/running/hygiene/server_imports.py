@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
-from ...registry import BRIDGES
+from ...distributions import CODE
+from ...registry import bridges
 from .process_state import Accepted, ProcessState, accepted, changes, take_state, unchanged
-
-_BRIDGES = "attn_testkit.bridges."
 
 
 class ServerImports(importlib.abc.MetaPathFinder):
@@ -33,7 +32,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
         self.reported: list[str] = []
         """``importing vllm.x changed the process: ...``, a line for each import that did."""
         own = spec.partition(":")[0].partition(".")[0]
-        self._skip, self._never = skip, {"attn_testkit", *({own} - set(BRIDGES))}
+        self._skip, self._never = skip, {*CODE, *({own} - set(bridges()))}
         self._state: ProcessState | None = None
         self._inside = False
         self._accepted: list[Accepted] = []
@@ -71,7 +70,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
 
     def _is_watched(self, name: str) -> bool:
         top = name.partition(".")[0]
-        return top not in self._never and (top in BRIDGES or _bridge_asks(sys._getframe(2)))
+        return top not in self._never and (top in bridges() or _bridge_asks(sys._getframe(2)))
 
     def run(self, loader: Any, module: ModuleType) -> None:
         """Execute a module, and keep what that changed."""
@@ -95,8 +94,9 @@ class ServerImports(importlib.abc.MetaPathFinder):
 
 def _bridge_asks(frame: FrameType | None) -> bool:
     """True if a bridge's code is among the callers."""
+    of_bridges = tuple(bridges().values())
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(_BRIDGES):
+        if str(frame.f_globals.get("__name__", "")).startswith(of_bridges):
             return True
         frame = frame.f_back
     return False

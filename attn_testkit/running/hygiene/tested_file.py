@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from ...distributions import is_of_kit
 from ...watches.launches import has_kernels
 
 _MOST_NAMED = 4
@@ -32,9 +33,9 @@ def own_modules(backend_class: type[Any]) -> list[ModuleType]:
 
 
 def _is_own(name: str, of: str) -> bool:
+    if is_of_kit(name):
+        return name == of or name.startswith(("attn_testkit.backends.", "attn_testkit_servers.fakes."))
     top = name.partition(".")[0]
-    if top == "attn_testkit":
-        return name == of or name.startswith("attn_testkit.backends.")
     return top not in sys.stdlib_module_names and top not in ("torch", "triton", "numpy", "builtins")
 
 

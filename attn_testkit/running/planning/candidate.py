@@ -19,8 +19,6 @@ from typing import Any
 from ...registry import UsageError
 from ..hygiene.other_sources import OtherSources
 
-_KIT = "attn_testkit."
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -137,8 +137,10 @@ class Options:
     """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
     diagnose: Diagnose = "first"
     """Failures whose cause is looked for."""
-    diagnose_s: float | None = DIAGNOSE_SECONDS
-    """Seconds after which the diagnosis of a case-run begins no further run; None: no limit."""
+    diagnose_s: float | None = None
+    """Seconds after which the diagnosis of a case-run begins no further run; None: no limit, so that findings do not
+    depend on the load of the machine. Front ends for people give one.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.jobs, int) or self.jobs < 1:

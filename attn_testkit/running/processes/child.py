@@ -291,8 +291,8 @@ def _without_machinery(lines: list[str]) -> list[str]:
 
 
 _MACHINERY = re.compile(
-    r"/attn_testkit/(running|emulation|graphs|checks|runner_modes|model\.py|environment\.py|registry\.py)"
-    r'|/runner_modes/\w+\.py"|/multiprocessing/|/importlib/|"<(string|frozen )'
+    r"/attn_testkit/(running|graphs|checks|runner_modes|model\.py|environment\.py|registry\.py)"
+    r'|/cuda_on_cpu/\w+\.py"|/runner_modes/\w+\.py"|/multiprocessing/|/importlib/|"<(string|frozen )'
 )
 """Files whose frames say nothing to the author of a backend."""
 

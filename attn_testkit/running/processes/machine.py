@@ -11,7 +11,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-_KIT = "attn-testkit"
+from ...distributions import DISTRIBUTIONS, KIT
+
 GIGABYTE = 10**9
 MEMORY_OF_A_RUN = 2 * GIGABYTE
 """Bytes that front end, judge and the process that workers are forked from take at most in core."""
@@ -36,7 +37,8 @@ class Package:
     @property
     def command(self) -> str:
         """Command that installs the package; empty if it is installed. Not by the extra: the kit may be on no index."""
-        return "" if self.fits else f"pip install '{self.name}{self.wanted}'"
+        own = next((each.command for each in DISTRIBUTIONS if each.name == self.name), "")
+        return "" if self.fits else own or f"pip install '{self.name}{self.wanted}'"
 
 
 def packages(requirements: list[str] | None = None) -> list[Package]:
@@ -44,7 +46,7 @@ def packages(requirements: list[str] | None = None) -> list[Package]:
 
     ``requirements``: as the kit's metadata list them; default: those.
     """
-    listed = (metadata.requires(_KIT) or []) if requirements is None else requirements
+    listed = (metadata.requires(KIT.name) or []) if requirements is None else requirements
     found: dict[str, Package] = {}
     for text in listed:
         requirement = Requirement(text)

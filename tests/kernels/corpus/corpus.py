@@ -30,7 +30,7 @@ def main() -> None:
     import triton.runtime.interpreter as interpreter
     from corpus_run import BLOCK_POINTERS, compared_already, finished, generated_calls, run_all, without_block_pointers
 
-    from attn_testkit.emulation import emulated_cuda
+    from cuda_on_cpu import emulated_cuda
 
     what, project, out, *text = sys.argv[1:]
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ def prepare(project: str) -> None:
     """Let the imports of a project pass where there is no GPU."""
     logging.disable(logging.CRITICAL)
     if project in ("sglang", "vllm"):
-        from attn_testkit.bridges.sglang import imports
+        from attn_testkit_servers.bridges.sglang import imports
 
         imports.prepare()
     if project == "flag_gems":

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_testkit.emulation import session, triton_floats
-from attn_testkit.emulation.installation import INSTALLED
-from attn_testkit.emulation.private import disable_functions, disable_modes
-from attn_testkit.emulation.tags import DEVICE
+from cuda_on_cpu import session, triton_floats
+from cuda_on_cpu.installation import INSTALLED
+from cuda_on_cpu.private import disable_functions, disable_modes
+from cuda_on_cpu.tags import DEVICE
 
 Memory = dict[int, bytes]
 Lines = tuple[tuple[int, ...], int]

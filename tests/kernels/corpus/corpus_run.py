@@ -18,7 +18,7 @@ from typing import Any
 from corpus_generated import arguments, grid
 from corpus_launches import BOTH_RAISE, DIFFERENT, EMULATION_RAISES, FLOATS, SAME, Launch, compared
 
-from attn_testkit.emulation import emulated_cuda
+from cuda_on_cpu import emulated_cuda
 
 VARIANTS = 6
 COMPARED = (SAME, FLOATS, DIFFERENT)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_testkit.emulation import emulated_cuda
+from cuda_on_cpu import emulated_cuda
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton's own functions are made
 pytest.importorskip("triton")

@@ -1,0 +1,136 @@
+"""The context that a server gives the constructor of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from .dialect import Dialect
+from .index_pool import IndexPool
+from .kv_group import KVGroup
+from .kv_pool import KVPool
+from .kv_split import KVSplit
+from .layer import AttentionLayer, HeadShape
+from .modes import ForwardMode
+from .state_pool import StateContext
+
+__all__ = ["BackendContext"]
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """Everything a server knows when it constructs a backend."""
+
+    device: torch.device
+    """Device of all tensors."""
+    dtype: torch.dtype
+    """Dtype of q, k, v and of the output."""
+    kv_pool: KVPool
+    """KV pool of all layers, or of the first KV group."""
+    req_to_token: torch.Tensor
+    """[pool_size + 1, columns] int32: KV *slot* of each token of each request. Row 0 is a reserved dummy, all
+    zeros. Page of logical page p of request r: ``req_to_token[r, p * page_size] // page_size``. Entries past a
+    request's length are stale slots of others."""
+    layers: tuple[AttentionLayer, ...]
+    """All layers that will be run. With ``heads_by_layer`` they differ in their heads: a workspace has to fit the
+    largest, and each of ``head_shapes`` needs a plan."""
+    page_size: int
+    """Slots per page."""
+    max_context_len: int
+    """Most tokens of one request, prefix and new tokens together: columns of ``req_to_token``. If
+    ``dialect.context_len`` is ``prefix``, most tokens before a step that has drafts, and ``req_to_token`` has more
+    columns."""
+    max_bs: int
+    """Most requests in one batch, padding included; eager batches may be larger than the largest graph."""
+    max_num_tokens: int
+    """Most tokens in one batch, padding included."""
+    modes: frozenset[ForwardMode]
+    """Modes in which this instance will be run."""
+    num_draft_tokens: int = 1
+    """N: nodes of a draft tree, and rows per request in draft-extend v2."""
+    speculative_num_steps: int = 0
+    """S: longest path of a draft tree below its root; v1 has at most S + 1 rows per request. Draft-decode: draft tokens
+    of a branch, from S - 1 forwards."""
+    topk: int = 0
+    """K: widest branching of a draft tree; 1 for a chain, 0 without target-verify."""
+    index_pool: IndexPool | None = None
+    """Index keys of the layers that select keys; None without an indexer."""
+    max_extend_tokens: int = 0
+    """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
+    max_encoder_len: int = 0
+    """Most encoder keys of one request; 0 without cross-attention layers. Graphs are captured with it."""
+    draft_branches: int = 0
+    """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
+    draft_widths: tuple[int, ...] = ()
+    """Widths of the batches if they differ (``ServerConventions.narrower_widths``), ascending: N of target-verify and
+    draft-extend v2, S + 1 of draft-extend, S of draft-decode. The fields above have the largest width. Empty: all
+    batches have that width."""
+    capture_sizes: tuple[int, ...] = ()
+    """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
+    choose kernels by them. Empty if the sizes are not known."""
+    capture_tokens: tuple[int, ...] = ()
+    """Rows of one forward of those graphs, ascending: ``capture_sizes`` in tokens, for servers that count tokens (as
+    vLLM's ``cudagraph_capture_sizes`` do). In extend the requests of a graph share its rows. Empty if the sizes are not
+    known."""
+    max_spans: int = 0
+    """Most bidirectional spans of a request in any batch; 0 if no layer has spans."""
+    kv_splits: tuple[KVSplit, ...] = ()
+    """KV splits for which each layer calls ``forward_return_lse``, in this order, instead of ``forward``. Empty:
+    ``forward`` is called."""
+    dialect: Dialect = field(default_factory=Dialect)
+    """Conventions of the server, in which servers differ."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Two or more groups if layers do not share KV memory. ``kv_pool`` and ``req_to_token`` belong to the first group,
+    which may be the windowed one; ``group_of`` returns the group of a layer. Empty if all layers share KV memory,
+    without the capability ``kv_groups``, and with ``kv_splits``."""
+
+    qq_bias: str = "none"
+    """``own`` or ``shared``: each batch has ``ForwardBatch.qq_bias``, of each request or the same for all. ``none``: no
+    batch has one."""
+    state: StateContext | None = None
+    """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
+
+    @cached_property
+    def head_shapes(self) -> tuple[HeadShape, ...]:
+        """Different head shapes of the layers, in the order of ``layers``."""
+        return tuple(dict.fromkeys(layer.head_shape for layer in self.layers))
+
+    @cached_property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """``kv_groups``, or a single group of all layers."""
+        ids = tuple(layer.layer_id for layer in self.layers)
+        return self.kv_groups or (KVGroup(0, ids, self.kv_pool, self.req_to_token),)
+
+    def group_of(self, layer: AttentionLayer) -> KVGroup:
+        """Group that has the layer's KV. Raises ``KeyError`` for a layer of another model."""
+        for group in self.groups:
+            if layer.layer_id in group.layer_ids:
+                return group
+        raise KeyError(f"no KV group has a layer of id {layer.layer_id}")
+
+    @property
+    def causal(self) -> bool:
+        """``AttentionLayer.causal`` of all layers but the cross-attention layers."""
+        return next((each.causal for each in self.layers if not each.is_cross_attention), True)
+
+    @cached_property
+    def sliding_window_size(self) -> int:
+        """W of the layers that have a window; -1 if none has one. For backends that plan with one window per model.
+
+        Raises ``ValueError`` if layers have different windows, which only ``Windows(layers="any")`` allows.
+        """
+        windows = {layer.sliding_window_size for layer in self.layers} - {-1}
+        if len(windows) > 1:
+            raise ValueError(
+                f"layers have windows of {counted(windows)}, so the context has no single window: use each layer's, "
+                "or declare windows=Windows(..., layers='one')"
+            )
+        return max(windows, default=-1)
+
+
+def counted(windows: Iterable[int]) -> str:
+    """Windows of layers in messages."""
+    return " and ".join(map(str, sorted(windows)))

@@ -1,0 +1,51 @@
+"""The four distributions of the repository: import names, places, and how to install a missing one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A distribution that is built from this repository."""
+
+    name: str
+    module: str
+    """The package that one imports."""
+    folder: str
+    """Folder in a checkout."""
+
+    @property
+    def command(self) -> str:
+        """Command that installs it. Not by its name: it may be on no index."""
+        return f"pip install 'PATH_OF_THE_CHECKOUT/{self.folder}'".replace("/.'", "'")
+
+    @property
+    def is_missing(self) -> str:
+        """End of a sentence about what it has: it is not installed, and what installs it."""
+        return f"is in the distribution {self.name}, which is not installed; {self.command}"
+
+
+KIT = Distribution("attn-testkit", "attn_testkit", ".")
+CUDA_ON_CPU = Distribution("cuda-on-cpu", "cuda_on_cpu", "packages/cuda_on_cpu")
+CORPUS = Distribution("attn-testkit-corpus", "attn_testkit_corpus", "packages/corpus")
+SERVERS = Distribution("attn-testkit-servers", "attn_testkit_servers", "packages/servers")
+DISTRIBUTIONS = (KIT, CUDA_ON_CPU, CORPUS, SERVERS)
+CODE = tuple(each.module for each in DISTRIBUTIONS)
+"""Import names of all code that is the kit's and no author's."""
+
+
+def is_of_kit(module: str) -> bool:
+    """True if a module with this dotted name is in one of the four."""
+    return module.partition(".")[0] in CODE
+
+
+@cache
+def folder_of(distribution: Distribution) -> str:
+    """Folder of its package with a separator at the end; empty if it is not installed. Imports nothing."""
+    spec = importlib.util.find_spec(distribution.module)
+    places = spec.submodule_search_locations if spec else None
+    return os.path.join(next(iter(places)), "") if places else ""

@@ -1,0 +1,63 @@
+"""Class C: a forward's own k and v: attended, stored already, or of padding rows."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
+
+from .builds import RegisterRowsBackend
+from .catalogue import fault
+from .dense import DenseBackend
+from .parent import PlannedBackend
+
+_ALL = tuple(ForwardMode)
+FP8 = PlannedBackend.capabilities.with_changes(
+    kv_dtypes={"fp8_e4m3"}, dtypes={"bf16"}, families={"gqa"}, head_dims={64}, logit_cap=False, sinks=False
+)
+"""Capabilities with an FP8 pool, and few values in fields that do not matter here."""
+
+
+@fault("general; extend kernels of sglang, prefix prefill of vLLM", "matches-oracle", "new_rows_as_given")
+class AttendsNewRowsAsGiven(RegisterRowsBackend):
+    """New rows are attended in the model's dtype, stored in FP8, and declared as attended from the FP8 pool.
+
+    The same tokens give other numbers once they are prefix.
+    """
+
+    capabilities = FP8
+
+
+@fault("general", "matches-oracle", "new_rows_as_given")
+class DeclaresNewRowsAsGiven(PlannedBackend):
+    """New rows are declared as attended unquantized, and the kernel reads them from the FP8 pool."""
+
+    capabilities = FP8.with_changes(new_rows_as_given=_ALL)
+
+
+@fault("general", "completes", "takes_none_kv", executions="eager")
+class ReshapesKBeforeItAsks(PlannedBackend):
+    """k is reshaped before save_kv_cache is tested, and it is None if the pool holds the rows already."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(server={"takes_none_kv": True})
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        k = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
+@fault("general; PAD_SLOT_ID of vLLM", "writes-own-kv reads-own-kv padding-inert", executions="graph")
+class SlotMinusOneIsTheLastSlot(DenseBackend):
+    """Rows of padding have slot -1, which indexing takes for the last slot of the pool."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}
+    )

@@ -1,0 +1,175 @@
+"""Healthy controls of sparse attention."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
+
+from .catalogue import control
+from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
+from .sparse import (
+    GroupedSparse,
+    PackedRowsParent,
+    SparseBlocks,
+    SparseOfVLLM,
+    SparseOfWidePages,
+    SparseParent,
+    SparseWithSums,
+    UnionOfRows,
+)
+
+
+@control()
+class SparseByPositions(SparseParent):
+    """Positions, with holes and empty rows: the parent of the faults of sparse attention."""
+
+
+@control()
+class SparseBySlots(SparseParent):
+    """Slots of the KV pool, as a fused top-k writes them, and no holes (sglang PAGED)."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}, index_space="slots"))
+
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.clamp(min=0).long()
+
+
+@control()
+class SparseSortedFirst(SparseParent):
+    """Indices are sorted before they are gathered, so that -1 comes first."""
+
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.sort(1).values
+
+
+@control()
+class SparseOneWidth(SparseParent):
+    """A kernel that knows one width of the selection only, and it is wide."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={64}, holes=True))
+
+
+@control()
+class SparseUnionOfRows(UnionOfRows):
+    """Two rows share a tile of keys, and padded rows hold -1: the other keys that they gather are finite (sglang)."""
+
+
+@control()
+class IndexerByPages(IndexerParent):
+    """Store and select with keys gathered page by page: the parent of the faults of indexers."""
+
+
+@control()
+class IndexerPowerOfTwoScales(IndexerParent):
+    """Scales of index keys are powers of two, and selections are slots (UE8M0; sglang PAGED)."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        sparse=Sparse(topk={16}, index_space="slots", indexer=Indexer(heads={4, 8}, scale="power_of_two"))
+    )
+
+    def scales(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(super().scales(rows).log2().ceil())
+
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.clamp(min=0).long()
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        found = super().run_select(q_index, weights, plan)
+        table = plan.slot_table[self.request_of_row(q_index, plan)]
+        return torch.where(found < 0, found, table.gather(1, found.clamp(min=0).long())).to(torch.int32)
+
+
+@control("indexer-of-prefixes")
+class IndexerBehindTheContext(IndexerOfPrefixes):
+    """Drafts of a request at the end of its context lie behind ``max_context_len``, and are scored there (sglang)."""
+
+
+@control()
+class IndexerUnsorted(IndexerParent):
+    """Keys are listed from the lowest score to the highest, with -1 first: top-k kernels sort nothing."""
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().run_select(q_index, weights, plan).flip(1).contiguous()
+
+
+@control()
+class IndexerOneBuffer(IndexerParent):
+    """All layers and steps have their selections in one buffer, and ties go to the newest key (TensorRT-LLM)."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        rows, topk = max(context.max_num_tokens, 1) * 4, context.layers[0].topk
+        self.buffer = torch.empty(rows, topk, dtype=torch.int32, device=context.device)
+
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        places = scores.shape[1]
+        place = torch.arange(places, device=scores.device)
+        seen = torch.where(place < lengths[:, None], scores, -torch.inf).flip(1)
+        order = places - 1 - seen.sort(1, descending=True).indices[:, :topk]
+        order = torch.nn.functional.pad(order, (0, topk - order.shape[1]), value=places)
+        return torch.where(order < lengths[:, None], order, -1)
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        found = super().run_select(q_index, weights, plan)
+        if len(found) > len(self.buffer):
+            return found
+        return self.buffer[: len(found)].copy_(found)
+
+
+@control("sparse-with-sums")
+class SparseWithLogSumExps(SparseWithSums):
+    """Log-sum-exps of selected keys, and fewer selections than rows of q."""
+
+
+@control()
+class SparseOfGroups(GroupedSparse):
+    """Several KV heads, each with a group of query heads."""
+
+
+@control()
+class SparseTwoThousand(SparseParent):
+    """The width of DeepSeek V3.2."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))
+
+
+@control()
+class IndexerFused(FusedIndexer):
+    """The indexer is a part of ``forward``: one kernel scores, selects and attends."""
+
+
+@control("sparse-blocks")
+class SparseByBlocks(SparseBlocks):
+    """Blocks of 16 keys, with holes; a row's own block ends with it."""
+
+
+@control()
+class SparsePackedRows(PackedRowsParent):
+    """Packed rows with scales: dequantized in float32."""
+
+
+@control()
+class SparsePackedRowsInBf16(PackedRowsParent):
+    """Keys are rounded to bf16 before both products, and scales come from a reciprocal (FlashMLA; sglang)."""
+
+    def rounded(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys.bfloat16().float()
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
+        packed = self.packed(plan.layer)
+        rows, (first, last) = packed.pack(k), packed.offsets["scales"]
+        if packed.format.name == "fp8_ds_mla":
+            tiles = k[..., : plan.layer.kv_lora_rank].float().reshape(*k.shape[:-1], -1, 128)
+            rows[..., first:last] = (tiles.abs().amax(-1) * (1 / 448)).clamp(min=1e-38).view(torch.uint8)
+        self.context.kv_pool.get_key_buffer(plan.layer.layer_id).index_put_((plan.out_cache_loc.long(),), rows)
+
+
+@control("sparse-of-wide-pages")
+class SparseInWidePages(SparseOfWidePages):
+    """Pages with memory between them, and pages of all layers in one block (vLLM's packed blocks)."""
+
+
+@control("sparse-of-vllm")
+class SparseWithPaddedRequestsWithoutKeys(SparseOfVLLM):
+    """Padded requests have a length of 0, and lengths of a verify count the step's own keys (vLLM)."""

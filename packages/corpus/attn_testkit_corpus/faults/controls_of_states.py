@@ -1,0 +1,130 @@
+"""Known-good backends of recurrent states: the parent of their faults, and every convention of servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attn_testkit.contract import ForwardBatch, ForwardMode, State, StateLayer
+
+from .catalogue import control
+from .hybrids import HybridBySlotsParent, HybridParent
+from .states import StateParent
+from .states_in_trees import TreesParent
+from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
+
+
+@control("states")
+class StatesAsTheyAre(StateParent):
+    """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
+
+
+@control()
+class StatesOfNarrowHeads(StateParent):
+    """Heads of 16 by 16: so many requests and heads fit into memory as one axis of a grid does not hold."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        families={"gdn"}, head_dims={16},
+        state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
+    )  # fmt: skip
+
+
+@control()
+class StatesBySlots(SlotsParent):
+    """vLLM's rollback: a slot for each node of a draft, read by the accepted count of the step before."""
+
+
+@control()
+class StatesWithSnapshots(SnapshotsParent):
+    """States copied at the ends of chunks for SGLang's prefix cache, in extend, decode and after a commit."""
+
+
+@control()
+class StatesOfAPrefixCache(SourcesParent):
+    """States read from a slot of the prefix cache and written to another one (FlashInfer, Mamba2 of vLLM)."""
+
+
+@control()
+class StatesInTrees(TreesParent):
+    """Drafts that branch, as SGLang's kernels of GDN and KDA take them: a node continues its parent."""
+
+
+@control()
+class StatesByConvention(StateParent):
+    """Padding with index 0 that is skipped (vLLM) or written (SGLang in eager mode), slots that lie apart, [K, V]."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        state=State(
+            k_dims={32, 64}, conv_widths={2, 4}, dtypes={"bf16", "fp16"}, orders={"vk", "kv"},
+            padding={"skip_zero", "write_zero"}, strided=True,
+        )
+    )  # fmt: skip
+
+    def stores(self, batch: ForwardBatch) -> torch.Tensor:
+        live = super().stores(batch)
+        return torch.ones_like(live) if self.states.padding == "write_zero" else live
+
+    def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        conv, temporal = super().pools(layer)
+        return conv, temporal.mT if self.states.pool.order == "kv" else temporal
+
+    def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        windows, states = super().scratch(layer)
+        return windows, states.mT if self.states.pool.order == "kv" else states
+
+
+@control()
+class StatesClearedByTheServer(StateParent):
+    """No look at has_initial_state: SGLang clears the slot of a fresh request when it is handed out."""
+
+    capabilities = StateParent.capabilities.with_changes(state=State(k_dims={64}, fresh={"zeroed"}))
+
+    def begins(self, batch: ForwardBatch) -> torch.Tensor:
+        return torch.ones(batch.batch_size, dtype=torch.bool, device=batch.seq_lens.device)
+
+
+@control()
+class StatesOfPaddingUnwritten(StateParent):
+    """Rows of padded requests are never written, as SGLang's kernels return at an index of -1: here they hold NaN."""
+
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        out = super().forward(mixed, a, b, layer, batch)
+        if batch.forward_mode is ForwardMode.EXTEND:
+            return out
+        skipped = (~self.live).repeat_interleave(len(out) // max(batch.batch_size, 1))
+        return out.masked_fill(skipped[:, None, None], torch.nan)
+
+
+@control("hybrid")
+class HybridAsItIs(HybridParent):
+    """The parent of faults of hybrid models: a wrapper around a backend of states and a planned one of attention."""
+
+
+@control()
+class HybridBySlots(HybridBySlotsParent):
+    """A hybrid model with vLLM's rollback: prompts and decodes have the first of a request's slots."""
+
+
+@control()
+class StatesOfRequestsThatHaveRows(StateParent):
+    """Requests without rows are left out of an extend, with their slots and flags, so their states stay."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        eager={"extend"}, graph=(), max_topk=0, max_q_rows=1,
+        server={"takes_requests_without_rows": True, "eager_without_waits": False},
+    )  # fmt: skip
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        counts = batch.extend_seq_lens_cpu or ()
+        kept = torch.tensor([i for i, rows in enumerate(counts) if rows], dtype=torch.int64).to(self.index.device)
+        self.index, self.live, self.begun = self.index[kept], self.live[kept], self.begun[kept]
+        self.counts = self.counts[kept]

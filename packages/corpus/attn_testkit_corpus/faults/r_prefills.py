@@ -1,0 +1,84 @@
+"""Seeded bugs of class R: prefills of recurrent states whose last tile, or whose grid, is larger than it may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attn_testkit.contract import ForwardBatch, ForwardMode, StateLayer
+
+from .catalogue import fault, helper
+from .states import StateParent
+
+
+@fault(
+    "vllm-ascend #10276",
+    "finite",
+    "behind the last one",
+    modes="extend",
+    modelled="upstream a kernel of Lightning; here the keys of the last tile are added with weights of 0",
+)
+class RowsBehindAPromptNotCleared(StateParent):
+    """Rows behind a prompt in its last tile of 64 are loaded, and count with weights of 0: 0 * NaN is NaN."""
+
+    tile = 64
+
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        self.weighted = None
+        if batch.forward_mode is ForwardMode.EXTEND and len(mixed):
+            self.weighted = self.rows_behind(mixed)
+        return super().forward(mixed, a, b, layer, batch)
+
+    @helper
+    def rows_behind(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[bs]: 0 times the sum of the rows that the last tile of each request has behind the request's."""
+        elements = mixed.untyped_storage().nbytes() // mixed.dtype.itemsize - mixed.storage_offset()
+        rows = min(len(mixed) + self.tile, (elements - mixed.shape[1]) // mixed.stride(0) + 1)
+        memory = mixed.as_strided((rows, mixed.shape[1]), mixed.stride())
+        place = torch.arange(self.tile, device=mixed.device)
+        row = self.counts.cumsum(0)[:, None] + place
+        loaded = (place < (-self.counts % self.tile)[:, None]) & (row < rows)
+        weighted: torch.Tensor = memory[row.clamp(max=rows - 1)].float() * 0.0
+        return weighted.masked_fill(~loaded[..., None], 0.0).sum((1, 2))
+
+    def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
+        return after if self.weighted is None else after + self.weighted[:, None, None, None]
+
+    def read(self, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        read = super().read(before, after, q)
+        return read if self.weighted is None else read + self.weighted[:, None, None]
+
+
+@fault(
+    "flash-linear-attention #1077",
+    "completes",
+    modes="extend",
+    modelled="upstream a Triton kernel, whose launch fails; here the error is raised",
+)
+class GridOfRequestsAndValueHeads(StateParent):
+    """A prefill launches a block for each request and value head on an axis of a grid that holds 65,535."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        families={"gdn"}, head_dims={16}, eager={ForwardMode.DECODE, ForwardMode.EXTEND}, graph={ForwardMode.DECODE},
+        state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
+    )  # fmt: skip
+
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        if batch.forward_mode is ForwardMode.EXTEND and batch.batch_size * layer.v_heads > 65_535:
+            raise RuntimeError("Triton Error [CUDA]: invalid argument")
+        return super().forward(mixed, a, b, layer, batch)

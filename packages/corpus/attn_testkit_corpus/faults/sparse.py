@@ -1,0 +1,246 @@
+"""The parent of faults of sparse attention: gather by row, with a hook for each thing that can go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from attn_testkit.contract import (
+    LATENT_FORMATS,
+    AttentionLayer,
+    Capabilities,
+    ForwardMode,
+    KernelBackend,
+    KernelPlan,
+    LogSumExp,
+    PackedRows,
+    Sparse,
+)
+from attn_testkit.contract.row_format import in_tiles
+
+_ALL = frozenset(ForwardMode)
+_TILE = 128
+
+
+class SparseParent(KernelBackend):
+    """A right backend with few capabilities: ``prepared`` gives the indices, ``is_key`` says which of them count.
+
+    It shares no line with the adapters: a mistake there would otherwise be one of every seeded bug.
+    """
+
+    capabilities = Capabilities(
+        eager=_ALL, graph=_ALL, families={"mqa", "mla"}, gqa_ratios={4, 16}, head_dims={64, 128},
+        mla_rope_dims={32, 64}, dtypes={"bf16"}, page_sizes={16}, max_q_rows=16, max_topk=1, max_draft_branches=4,
+        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True), needs_cpu_seq_lens=False,
+        deterministic=True,
+    )  # fmt: skip
+
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, n]: the indices that are gathered."""
+        return selected
+
+    def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, n] bool: whether an index is a key."""
+        return selected >= 0
+
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, n] int64: the slot of each index; any slot for -1."""
+        request = self.request_of_row(selected, plan)
+        return plan.slot_table[request[:, None], selected.clamp(min=0).long()].long()
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        selected = self.prepared(plan.selected, plan)
+        slot, there = self.slots(selected, plan), self.is_key(selected, plan)
+        k, v = (each.flatten(0, 1)[slot][:, :, 0].float().masked_fill(~there[..., None], 0.0) for each in kv)
+        # One KV head: [T, Hq, n], and a row without a key has weights of 0.
+        logits = (q.float() @ k.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
+        weights = torch.softmax(logits, -1).nan_to_num(nan=0.0)
+        return (weights @ v).to(q.dtype)
+
+    def request_of_row(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: request of each row; the last one for padded rows."""
+        row = torch.arange(len(selected), device=selected.device)
+        found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
+        return found.clamp(max=len(plan.kv_lens) - 1)
+
+    def keys_seen(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: number of keys that each of ``rows`` [T, ...] may see."""
+        request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
+        return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+
+
+class UnionOfRows(SparseParent):
+    """Two rows gather the keys of both, and the keys of the other one have the weight 0, as SGLang's ``union=2``."""
+
+    # A padded row of a draft may have the keys of a later forward, which are not stored yet.
+    capabilities = SparseParent.capabilities.with_changes(
+        eager=_ALL - {ForwardMode.DRAFT_DECODE},
+        graph=_ALL - {ForwardMode.DRAFT_DECODE},
+        sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots"),
+    )
+
+    @override
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.clamp(min=0).long()
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        out, row = super().run(q, kv, plan), torch.arange(len(q), device=q.device)
+        other = plan.selected[(row ^ 1).clamp(max=len(q) - 1)]
+        values = kv[1].flatten(0, 1)[self.slots(other, plan)].masked_fill((other < 0)[..., None, None], 0.0)
+        return out + 0.0 * values.sum((1, 2))[:, None]
+
+
+class SparseWithSums(SparseParent):
+    """The parent with log-sum-exps, with fewer selections than rows of q, and with rows of padding."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        sparse={"fewer_rows": True},
+        server={"takes_more_rows": True},
+        lse=LogSumExp("e", whole=_ALL - {ForwardMode.DRAFT_DECODE}),
+    )
+
+    def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
+        """[rows, topk]: rows behind the last selection belong to no request, and select no key."""
+        return torch.nn.functional.pad(selected, (0, 0, 0, rows - len(selected)), value=-1)
+
+    def lse_without_keys(self, lse: torch.Tensor) -> torch.Tensor:
+        """[T, Hq]: what is returned where no key is selected."""
+        return lse
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        return super().run(q, kv, replace(plan, selected=self.of_all_rows(plan.selected, len(q))))
+
+    @override
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert plan.selected is not None
+        slot, there = self.slots(plan.selected, plan), self.is_key(plan.selected, plan)
+        keys = kv[0].flatten(0, 1)[slot][:, :, 0].float().masked_fill(~there[..., None], 0.0)
+        logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
+        return self.run(q, kv, plan), self.lse_without_keys(logits.logsumexp(-1))
+
+
+class SparseOfWidePages(SparseParent):
+    """The parent in pools whose pages are farther apart than their slots are long."""
+
+    capabilities = SparseParent.capabilities.with_changes(kv_layouts={"nhd", "padded-pages", "layers-in-block"})
+
+
+class SparseOfVLLM(SparseParent):
+    """The parent in batches whose padded requests have neither rows nor keys."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        eager={"target-verify", "draft-extend-v2"}, graph={"target-verify", "draft-extend-v2"},
+        server={"padded_requests": {"nothing"}, "verify_lens": {"all"}},
+    )  # fmt: skip
+
+
+class PackedRowsParent(SparseParent):
+    """The parent over packed rows, whose planes it splits by its own arithmetic."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        families={"mla"}, gqa_ratios={4}, head_dims={256}, mla_rope_dims={64}, kv_dtypes=LATENT_FORMATS,
+        sparse=Sparse(topk={16}, holes=True, empty_rows=True, any_padding=True),
+    )  # fmt: skip
+
+    def packed(self, layer: AttentionLayer) -> PackedRows:
+        """The format of the rows of a layer."""
+        found = self.context.kv_pool.rows_of(layer)
+        assert found is not None
+        return found
+
+    def split(self, rows: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers, scales and rope of ``rows`` [slots, bytes]."""
+        scales = latent + latent // _TILE * 4
+        return (
+            rows[:, :latent].view(torch.float8_e4m3fn),
+            rows[:, latent:scales].view(torch.float32),
+            self.rope(rows, scales),
+        )
+
+    def rope(self, rows: torch.Tensor, first: int) -> torch.Tensor:
+        """[slots, rope]: the unscaled part, from byte ``first`` on."""
+        return rows[:, first:].view(torch.bfloat16)
+
+    def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """[T, n, tiles]: scales of the keys in ``slot`` [T, n]. ``scales`` [slots, tiles]."""
+        return scales[slot]
+
+    def rounded(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys in the dtype of the products."""
+        return keys
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        selected, latent = self.prepared(plan.selected, plan), plan.layer.kv_lora_rank
+        slot, there = self.slots(selected, plan), self.is_key(selected, plan)[..., None]
+        numbers, scales, rope = self.split(kv[0].flatten(0, 2), latent)
+        of_tiles = self.scales(scales, slot).repeat_interleave(_TILE, -1)
+        # Not every device can gather FP8.
+        held = numbers.view(torch.uint8)[slot].view(numbers.dtype).float() * of_tiles
+        of_rope = in_tiles(rope.view(torch.uint8), rope.dtype.itemsize)[slot].flatten(2).view(rope.dtype)
+        keys = torch.cat([held, of_rope.float()], -1).masked_fill(~there, 0.0)
+        keys = self.rounded(keys)
+        logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there.mT, -torch.inf)
+        weights = torch.softmax(logits, -1).nan_to_num(nan=0.0)
+        return (weights @ keys[..., :latent]).to(q.dtype)
+
+
+class GroupedSparse(SparseParent):
+    """The parent for several KV heads: ``kv_head_of`` says which of them a query head reads."""
+
+    capabilities = SparseParent.capabilities.with_changes(families={"gqa"}, gqa_ratios={4, 16})
+
+    def kv_head_of(self, heads: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[Hq] int64: KV head of each query head."""
+        return heads // plan.layer.q_per_kv
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        selected = self.prepared(plan.selected, plan)
+        slot, there = self.slots(selected, plan), self.is_key(selected, plan)[..., None, None]
+        k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
+        head = self.kv_head_of(torch.arange(q.shape[1], device=q.device), plan)
+        logits = torch.einsum("thd,tnhd->thn", q.float(), k[:, :, head]) * plan.layer.scaling
+        weights = logits.masked_fill(~there[:, None, :, 0, 0], -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+        return torch.einsum("thn,tnhd->thd", weights, v[:, :, head]).to(q.dtype)
+
+
+class SparseBlocks(SparseParent):
+    """The parent for selected blocks: ``keys_of`` gives the keys of each row, ``clipped`` those that it may see."""
+
+    block = 16
+    capabilities = SparseParent.capabilities.with_changes(
+        families={"mqa"}, gqa_ratios={4}, mla_rope_dims=set(), sparse=Sparse(topk={4, 8}, block=block, holes=True)
+    )
+
+    def keys_of(self, selected: torch.Tensor) -> torch.Tensor:
+        """[T, topk, block] int64: places of the keys of each block."""
+        return selected[..., None].long() * self.block + torch.arange(self.block, device=selected.device)
+
+    def clipped(self, there: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """[T, topk, block] bool: ``there`` for the keys that a row may see, of which there are ``seen`` [T]."""
+        return there & (keys < seen[:, None, None])
+
+    def is_block(self, selected: torch.Tensor) -> torch.Tensor:
+        """[T, topk] bool: whether an index is a block."""
+        return selected >= 0
+
+    @override
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        seen = self.keys_seen(selected, plan)
+        keys = self.keys_of(selected)
+        there = self.clipped(self.is_block(selected)[..., None].expand_as(keys), keys, seen)
+        keys = keys.clamp(min=0, max=plan.slot_table.shape[1] - 1)
+        return torch.where(there, keys, -1).flatten(1)

@@ -1,0 +1,91 @@
+"""Bugs of other people's backends, as their threads tell them: the kit was measured by them before it knew them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.contract import Capabilities, Execution, ForwardMode
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.plan import plan_run as planned
+from attn_testkit.running.planning.request import Options, Request
+from attn_testkit_corpus.audit import Settings
+from attn_testkit_corpus.audit.tasks import run_task
+from attn_testkit_corpus.audit.verdicts import ControlVerdict, FaultVerdict, Task
+from attn_testkit_corpus.faults.catalogue import CorpusEntry, field_bugs_in
+
+KERNELS_RUN = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+BUGS = field_bugs_in(str(Path(__file__).parent), r"bugs_\w+" if KERNELS_RUN else r"bugs_(?!fifth_kernels)\w+")
+SETTINGS = Settings(device="cpu")
+TIERS = ("smoke", "core")
+LATER = "none: made after the set"
+THREAD = r"[\w. -]+ (#\d+|[0-9a-f]{7,40})"
+"""A repository with a number, or with a commit where there is no thread."""
+
+
+def runner() -> Runner:
+    return Runner(Options(in_process=True, diagnose="all"))
+
+
+@cache
+def alarms_without_bug(parent: type, declared: Capabilities, case: str, execution: Execution) -> tuple[str, ...]:
+    """Texts of failures of the parent. Bugs of one parent are often caught by one case."""
+    bug = next(bug for bug in BUGS if key_of(bug) == (parent, declared, case, execution))
+    verdict = run_task(Task("control", bug.slug, bug.modes[0].value, execution.value), SETTINGS, runner())
+    assert isinstance(verdict, ControlVerdict)
+    assert verdict.case_runs == 1
+    return verdict.texts
+
+
+def key_of(bug: CorpusEntry) -> tuple[type, Capabilities, str, Execution]:
+    return bug.backend.__bases__[0], bug.backend.capabilities, bug.case, bug.executions[0]
+
+
+def by_capabilities() -> list[CorpusEntry]:
+    """Bugs of the same capabilities one after another: their cases are remembered, and what runs without them."""
+    found: dict[Capabilities, list[CorpusEntry]] = {}
+    for each in BUGS:
+        found.setdefault(each.backend.capabilities, []).append(each)
+    return [each for same in found.values() for each in sorted(same, key=lambda bug: (bug.case, bug.executions))]
+
+
+@pytest.mark.parametrize("bug", by_capabilities(), ids=lambda bug: bug.backend.__name__)
+def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: CorpusEntry) -> None:
+    verdict = run_task(Task("fault", bug.slug), SETTINGS, runner())
+    assert isinstance(verdict, FaultVerdict)
+    assert verdict.case_runs == 1
+    assert verdict.first == bug.checks[0], verdict.text
+    assert alarms_without_bug(*key_of(bug)) == ()
+
+
+@pytest.mark.parametrize("bug", by_capabilities(), ids=lambda bug: bug.backend.__name__)
+def test_a_run_tries_the_case_that_catches_a_bug(bug: CorpusEntry) -> None:
+    mode = parse_case(bug.case_of_tier).mode
+    assert any(bug.case_of_tier in cases_of(bug.backend.capabilities, mode, bug.executions[0], t) for t in TIERS)
+
+
+@lru_cache(maxsize=8)  # those of a bug and of the next ones with its capabilities
+def cases_of(declared: Capabilities, mode: ForwardMode, execution: Execution, tier: str) -> frozenset[str]:
+    """Cases of a plan for any backend with these capabilities: planning needs nothing else of it."""
+    request = Request((Candidate("any:Backend"),), (mode.value,), (execution.value,), tier=tier, device="cpu")
+    return frozenset(item.case for item in planned(request, lambda _: declared).items)
+
+
+def test_every_bug_of_six_sets_and_what_slipped_through_of_later_ones_is_here_once_with_its_thread() -> None:
+    of_sets = Counter(bug.backend.__module__.split("_")[1] for bug in BUGS)
+    of_sets["of"] -= sum(bug.source == LATER for bug in BUGS if bug.backend.__module__.startswith("bugs_of"))
+    assert of_sets == {
+        "of": 55, "second": 50, "third": 47, "fourth": 50, "fifth": 45 if KERNELS_RUN else 40, "sixth": 47,
+        "seventh": 5, "ninth": 3, "tenth": 4, "eleventh": 2, "twelfth": 3, "thirteenth": 2, "fourteenth": 40,
+        "fifteenth": 32, "sixteenth": 52,
+    }  # fmt: skip
+    for bug in BUGS:
+        assert bug.source == LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.source)

@@ -1,0 +1,301 @@
+"""Addresses of a Triton kernel under the interpreter, compared with the memory that its launch was given.
+
+A device reads and writes every address of the process: a tile that is stored without a mask ends in another tensor,
+and nothing is raised. An access belongs to the tensor from whose pointer its address was computed, and must stay in
+that tensor's memory. An address that comes from a number, as in a table of pointers, may be anywhere in the memory of
+the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from cuda_on_cpu.chosen_places import Places
+from cuda_on_cpu.errors import StrayAccessError
+from cuda_on_cpu.policy import Policy
+from cuda_on_cpu.sites import author_site
+from cuda_on_cpu.tags import DEVICE, PINNED
+from cuda_on_cpu.triton_addresses import contents
+from cuda_on_cpu.triton_races import Races, Written, acquiring, semantics_of
+
+Array = npt.NDArray[Any]
+_DEFAULT = Policy()
+_MOST_PLACES = 1 << 16
+Span = tuple[int, int]
+"""First address, and the one behind the last."""
+Touched = Callable[[int, int, int, bool, Callable[[], Places | None]], None]
+"""Called with the start of a tensor's memory, the addresses that are used, True if they are written, and a function
+that says which of them."""
+
+
+@dataclass
+class _Launch:
+    kernel: str
+    given: Mapping[str, Tensor]
+    """Tensors by the names of their arguments."""
+    spans: list[Span]
+    """The memory that belongs to each."""
+    storages: list[Span]
+    owners: dict[int, Span]
+    """The memory that belongs to each pointer of an argument."""
+    touched: Touched | None = None
+    poisons: bool = False
+    """True if what a masked load leaves undefined is NaN, or a large integer."""
+    races: Races | None = None
+    atomic: bool = False
+    """True while an atomic operation is done by loads and stores."""
+    everywhere: Array | None = None
+    """All memory of the device, int64 [n, 2], in order. Known once an address came from a number."""
+
+
+class _Local(threading.local):
+    launch: _Launch | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def looking_at_accesses(
+    kernel: str,
+    given: Mapping[str, Tensor],
+    touched: Touched | None = None,
+    policy: Policy = _DEFAULT,
+    before: Written | None = None,
+) -> Iterator[Races | None]:
+    """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
+
+    ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with
+    the memory of each load and store. ``before``: what the kernel before wrote, which may not have ended. Yields the
+    account of races, if there is one.
+    """
+    storages = [_storage_of(tensor) for tensor in given.values()]
+    spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
+    owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
+    outer = _local.launch
+    _local.launch = _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison")
+    races = _local.launch.races = Races(kernel, given, before) if policy.races else None
+    try:
+        yield races
+    finally:
+        _local.launch = outer
+
+
+def _storage_of(tensor: Tensor) -> Span:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _view_of(tensor: Tensor) -> Span:
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def look_at_load(parts: Sequence[Array], size: int, base: int | None = None, *, volatile: bool = False) -> None:
+    """Check a load like ``look_at_store``. ``volatile``: it waits for what another program writes."""
+    inside = _look(parts, size, base, "load", "read")
+    races = _races()
+    if inside is not None and races is not None:
+        races.read(parts, size, *inside, orders=volatile)
+
+
+def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, written: Array | None = None) -> None:
+    """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
+
+    ``base``: the pointer that the kernel was given and computed them from, as far as it is known. ``written``: the new
+    values, not yet in memory. Raises ``StrayAccessError``, and ``RaceError`` if another program uses the same memory.
+    """
+    inside = _look(parts, size, base, "store", "write")
+    races = _races()
+    if inside is None or races is None:
+        return
+    addresses = np.asarray(functools.reduce(np.add, parts))
+    changed = np.zeros(addresses.shape, bool)
+    if written is not None:
+        addresses = np.broadcast_to(addresses, written.shape)
+        changed = _differs(contents(addresses, size), written)
+    races.write(addresses.reshape(-1), size, *inside, changed.reshape(-1))
+
+
+def _differs(before: Array | None, after: Array) -> Array:
+    """True where the bits of two arrays differ, False if they are not known."""
+    if before is None:
+        return np.zeros(after.shape, bool)
+    bits: Array = np.ascontiguousarray(after).view(before.dtype).reshape(before.shape)
+    found: Array = before != bits
+    return found
+
+
+def _races() -> Races | None:
+    launch = _local.launch
+    return None if launch is None or launch.atomic else launch.races
+
+
+@contextmanager
+def atomically() -> Iterator[None]:
+    """Take the loads and stores inside the block for those of one atomic operation, which no other program can see."""
+    launch = _local.launch
+    if launch is None:
+        yield
+        return
+    outer, launch.atomic = launch.atomic, True
+    try:
+        yield
+    finally:
+        launch.atomic = outer
+
+
+def undefined(element: Any, dtype: np.dtype[Any]) -> Any:
+    """A number in place of what a masked load leaves undefined. ``element``: its Triton type."""
+    if _local.launch is None or not _local.launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
+        return dtype.type(0)
+    return _poison(element.is_floating(), dtype)
+
+
+@functools.cache
+def _poison(is_floating: bool, dtype: np.dtype[Any]) -> Any:
+    return np.frombuffer((b"\xff" if is_floating else b"\x5a") * dtype.itemsize, dtype)[0]
+
+
+def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: str) -> Span | None:
+    """The first address of an access and the one behind the last; None if nobody looks, or nothing is accessed."""
+    launch = _local.launch
+    if launch is None or not all(part.size for part in parts):
+        return None
+    first = sum(int(part.min()) for part in parts)
+    end = sum(int(part.max()) for part in parts) + size
+    if launch.touched is not None:
+        for start, stop in launch.storages:
+            if start <= first and end <= stop:
+                launch.touched(start, first, end, what == "store", functools.partial(_places, parts, size))
+                break
+    owner = None if base is None else launch.owners.get(base)
+    may = launch.spans if owner is None else [owner]
+    if any(start <= first and end <= stop for start, stop in may):
+        return first, end
+    if owner is None and launch.everywhere is not None and _all_in(launch.everywhere, parts, size):
+        return first, end
+    raise StrayAccessError(
+        f"a {what} of triton kernel {launch.kernel}",
+        author_site(),
+        f"a device would {does} {_where(launch, first, end, base)}: other memory of the process, or none",
+        "mask what lies behind the last row, and look at strides and offsets: a slot or a page times a stride takes "
+        "64 bits",
+    )
+
+
+def _places(parts: Sequence[Array], size: int) -> Places | None:
+    """Every address of an access; None if they are too many."""
+    if np.prod([part.size for part in parts]) > _MOST_PLACES:
+        return None
+    return Places(size, np.unique(np.asarray(functools.reduce(np.add, parts))))
+
+
+def _all_in(memory: Array, parts: Sequence[Array], size: int) -> bool:
+    """True if every element lies in one row (first address, address behind the last) of ``memory``."""
+    addresses = np.asarray(functools.reduce(np.add, parts)).reshape(-1)
+    row = np.searchsorted(memory[:, 0], addresses, "right") - 1
+    return bool(((row >= 0) & (addresses + size <= memory[row, 1])).all())
+
+
+def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
+    """The tensor whose pointer was used, or else the nearest one, and how far the access is from it."""
+    if base not in launch.owners and launch.everywhere is not None:
+        return "an address that comes from a number, as in a table of pointers, and lies in no memory of the device"
+    apart = [max(start - first, end - stop) for start, stop in launch.spans]
+    if not apart:
+        return "memory that it was not given"
+    pointers = [tensor.data_ptr() for tensor in launch.given.values()]
+    # What lies nearest may be any tensor: an offset that is wrong leads past several.
+    nearest = pointers.index(base) if base in launch.owners else min(range(len(apart)), key=apart.__getitem__)
+    (name, tensor), (start, stop) = list(launch.given.items())[nearest], launch.spans[nearest]
+    side = "before" if first < start and start - first >= end - stop else "behind"
+    shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+    guess = "" if base in launch.owners else ", the nearest tensor"
+    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}"
+
+
+def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_int_to_ptr``: what is there belongs to no argument of the launch."""
+
+    def create_int_to_ptr(self: Any, src: Any, *rest: Any, **named: Any) -> Any:
+        if _local.launch is not None and _local.launch.everywhere is None:
+            live = [storage for kind in (DEVICE, PINNED) for _, storage in kind.live()]
+            rows = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in live)
+            _local.launch.everywhere = np.array([*rows, (np.iinfo(np.int64).max,) * 2], np.int64)
+        return stock(self, src, *rest, **named)
+
+    return create_int_to_ptr
+
+
+def programs_named(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``set_grid_idx``, which every program of a launch begins with."""
+
+    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        stock(self, x, y, z)
+        if _local.launch is not None and _local.launch.races is not None:
+            _local.launch.races.begin((x, y, z))
+
+    return set_grid_idx
+
+
+def barriers_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_barrier``. ``whole_kernel``: wait for the kernel that was launched before (gdc_wait)."""
+
+    def create_barrier(self: Any, whole_kernel: bool = False) -> None:
+        races = _races() if whole_kernel else None
+        if races is not None:
+            races.waited = True
+        stock(self)
+
+    return create_barrier
+
+
+def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_atomic_rmw``, which stores where its mask is set."""
+
+    def create_atomic_rmw(self: Any, rmwOp: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        addresses = np.asarray(ptr.data).view(np.int64)
+        chosen = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
+        return _looked_at(
+            lambda: stock(self, rmwOp, ptr, val, mask, sem, scope), ptr, addresses[chosen], val, (sem, scope)
+        )
+
+    return create_atomic_rmw
+
+
+def exchanges_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_atomic_cas``, which may store at any of its addresses."""
+
+    def create_atomic_cas(self: Any, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        addresses = np.asarray(ptr.data).view(np.int64)
+        return _looked_at(lambda: stock(self, ptr, cmp, val, sem, scope), ptr, addresses, val, (sem, scope))
+
+    return create_atomic_cas
+
+
+def _looked_at(run: Callable[[], Any], ptr: Any, addresses: Array, val: Any, semantics: tuple[Any, Any]) -> Any:
+    """Do the atomic operation ``run``, and return its answer."""
+    size = np.asarray(val.data).itemsize
+    inside = _look((addresses,), size, getattr(ptr, "base", None), "store", "write")
+    races = None if inside is None else _races()
+    before = None if races is None else contents(addresses, size)
+    answer = run()
+    if races is None or before is None:
+        return answer
+    acquires, releases = semantics_of(*semantics)
+    after = contents(addresses, size)
+    acquire = races.add(addresses, size, _differs(before, before if after is None else after), releases)
+    return acquiring(answer, acquire) if acquires and acquire is not None else answer

@@ -1,0 +1,216 @@
+"""`triton.language` for a program that is noted down: where the interpreter looks at numbers, it asks the recorder.
+
+Nothing here changes what the language does outside a recording.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from cuda_on_cpu import session, triton_speed
+from cuda_on_cpu.triton_names import Twins, as_int, language_range_of, recorder_of
+from cuda_on_cpu.triton_paths import Kind
+from cuda_on_cpu.triton_record import Traced, Untraceable
+from cuda_on_cpu.triton_signatures import complaint, stock_of
+
+Replacement = tuple[Any, str, Any]
+_COMBINATIONS = (
+    "_sum_combine",
+    "_prod_combine",
+    "_elementwise_max",
+    "_elementwise_min",
+    "_argmax_combine_tie_break_left",
+    "_argmax_combine_tie_break_fast",
+    "_argmin_combine_tie_break_left",
+    "_argmin_combine_tie_break_fast",
+)
+
+
+@contextlib.contextmanager
+def builder_is(module: Any, builder: Any) -> Iterator[None]:
+    """Let the language hand its calls to `builder`."""
+    semantic = module.interpreter_semantic
+    before, semantic.builder = semantic.builder, builder
+    try:
+        yield
+    finally:
+        semantic.builder = before
+
+
+class _CurrentBuilder:
+    """The builder to which the language passes its calls now."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module.interpreter_semantic.builder, name)
+
+
+@contextlib.contextmanager
+def patched(module: Any) -> Iterator[None]:
+    """The language as the interpreter patches it for a launch, good for recordings too."""
+    own = module.interpreter_builder
+    module.interpreter_builder = _CurrentBuilder(module)  # Triton 3.6 gives every call the builder that it finds here
+    try:
+        scope = triton_speed.patch_language(module)
+    finally:
+        module.interpreter_builder = own
+    new = [one for one, fits in zip(language_replacements(module), _fits(module), strict=True) if fits]
+    replaced = [(owner, name, vars(owner)[name]) for owner, name, _ in new]
+    try:
+        for owner, name, value in new:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        scope.restore()
+
+
+@functools.cache
+def _fits(module: Any) -> list[bool]:
+    """True for each replacement that takes the interpreter's own arguments. Call it while the language is patched."""
+    return [not complaint(stock_of(owner, name), new) for owner, name, new in language_replacements(module)]
+
+
+def language_replacements(module: Any) -> list[Replacement]:
+    """Replacements for the language as the interpreter patched it."""
+    tensor, core = module.tl.core.tensor, module.tl.core
+    return [
+        (tensor, "__bool__", _seen_as(module, "bool", _as_bool)),
+        (tensor, "__index__", _seen_as(module, "int", as_int)),
+        (tensor, "__repr__", _unseen(tensor.__repr__)),
+        (tensor, "__str__", _unseen(tensor.__str__)),
+        (tensor, "T", property(_transposed_of(module, vars(tensor)["T"].fget))),
+        (module.tl, "range", language_range_of(module, module.tl.range)),
+        (core, "range", language_range_of(module, core.range)),
+        (module.tl, "static_print", _print_of(module, module.tl.static_print)),
+        *_dependent_launches(module),
+    ]
+
+
+def _dependent_launches(module: Any) -> list[Replacement]:
+    """Calls with which kernels overlap (programmatic dependent launch). Each kernel begins here when the one before
+    has ended: a wait only tells the account of races."""
+    cuda = module.tl.extra.cuda
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def wait(*_: Any, **__: Any) -> None:
+        module.interpreter_semantic.builder.create_barrier(True)
+
+    calls = (("gdc_wait", wait), ("gdc_launch_dependents", nothing))
+    return [(cuda, name, call) for name, call in calls if hasattr(cuda, name)]
+
+
+def _as_bool(handle: Any) -> bool:
+    """Truth value of a tensor in the interpreter: only one of one element can be false."""
+    return bool(handle.data) if handle.data.size == 1 else True
+
+
+def _seen_as(module: Any, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def see(self: Any) -> Any:
+        recorder = recorder_of(module)
+        if recorder is None or type(self.handle) is not Traced:
+            return run(self.handle)  # stock, Triton 3.6 fails with NumPy 2.5
+        return recorder.decide(name, run, self.handle)
+
+    return see
+
+
+def _unseen(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def show(self: Any) -> Any:
+        if type(self.handle) is Traced:
+            raise Untraceable("the numbers of a tensor are written out")
+        return stock(self)
+
+    return show
+
+
+def _transposed_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    core, handle = module.tl.core, module.TensorHandle
+
+    def run(value: Any) -> Any:
+        return handle(np.transpose(value.data), value.dtype)
+
+    def transposed(self: Any) -> Any:
+        recorder = recorder_of(module)
+        if recorder is None:
+            return stock(self)
+        *outer, rows, columns = self.type.shape
+        found = recorder.wrapped(recorder.note("T", Kind.PURE, run, self.handle))
+        return core.tensor(found, core.block_type(self.dtype, [*outer, columns, rows]))
+
+    return transposed
+
+
+def _print_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def static_print(*args: Any, **kwargs: Any) -> None:
+        if recorder_of(module) is not None:
+            raise Untraceable("Python prints for every program")
+        stock(*args, **kwargs)
+
+    return static_print
+
+
+def replacements(module: Any, twins: Twins) -> list[Replacement]:
+    """(object, attribute, replacement) for functions that a kernel calls outside the interpreter's builder."""
+    function, reductions = module.InterpretedFunction, module.ReduceScanOpInterface
+    return [
+        (function, "__call__", _nested_call_of(module, triton_speed.nested_call_of(module), twins)),
+        (reductions, "apply", _apply_of(module, reductions.apply)),
+    ]
+
+
+def _nested_call_of(module: Any, stock: Callable[..., Any], twins: Twins) -> Callable[..., Any]:
+    def nested_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = recorder_of(module)
+        if recorder is None and not session.is_active():
+            return stock(self, *args, **kwargs)
+        try:
+            twin = twins.of(self.rewrite())
+            function = twin.function if recorder is None else recorder.function_of(twin)
+            return function(*args, **kwargs)
+        except Exception as failure:
+            raise module.InterpreterError(repr(failure)) from failure
+
+    return nested_call
+
+
+def _apply_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    core, standard = module.tl.core, module.tl.standard
+    known = [getattr(standard, name, None) for name in _COMBINATIONS]
+
+    def apply(self: Any, input: Any) -> Any:
+        recorder = recorder_of(module)
+        if recorder is None or not isinstance(input, tuple):
+            return stock(self, input)
+        if not any(self.combine_fn is one for one in known):
+            raise Untraceable("a reduction by a function of the kernel's own")
+        kinds = [tensor.type for tensor in input]
+
+        def run(*handles: Any) -> Any:
+            return stock(self, tuple(core.tensor(*pair) for pair in zip(handles, kinds, strict=True)))
+
+        options = [(key, value) for key, value in vars(self).items() if key != "combine_fn"]
+        name = (type(self).__name__, self.combine_fn.fn.__name__, *options, *map(str, kinds))
+        slot = recorder.note(name, Kind.PURE, run, *[tensor.handle for tensor in input])
+        return tuple(
+            core.tensor(
+                recorder.wrapped(recorder.note(f"handle {i}", Kind.PURE, _handle_of(i), Traced(slot, None))), found.type
+            )
+            for i, found in enumerate(recorder.value(slot))
+        )
+
+    return apply
+
+
+def _handle_of(index: int) -> Callable[..., Any]:
+    return lambda tensors: tensors[index].handle

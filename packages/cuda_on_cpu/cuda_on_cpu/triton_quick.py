@@ -1,0 +1,113 @@
+"""Shorter ways to what a call of the interpreter computes: the one NumPy function that it comes down to.
+
+The interpreter decides in every call what its operands are; here a call in a path is decided once. And an operand
+that was spread over a block need not be: NumPy does it on the way. A shorter way is taken if it gave the very same
+array, laid out the same in memory, when the path was noted down, so that sums over it add up in the same order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cuda_on_cpu import triton_memory
+
+Array = npt.NDArray[Any]
+Run = Callable[..., Any]
+
+_CAST = re.compile("create_([us]i_to_fp|fp_to_[us]i|fp_ext|fp_trunc|int_cast)")
+_WORDS = re.compile("bf16|fp8.*|pointer.*")
+"""Types whose arrays do not hold their values."""
+_OF_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+_SPREADS = ("create_splat", "create_broadcast")
+_TAKES_SMALLER = {"create_addptr": (1,), "create_masked_load": (1, 2), "create_masked_store": (2,)}
+"""Operands of functions in `triton_memory.py` that may be smaller than the block."""
+
+
+def shorter(
+    handle: Any, name: object, run: Run, operands: Sequence[Sequence[Any]], answer: Any
+) -> tuple[Run, Sequence[int]] | None:
+    """A shorter way to `answer`, and which of the operands it takes; None if there is none.
+
+    `operands` has the possible ones of each argument: that which the call was made with, then those it was spread from.
+    `handle` is the interpreter's class of tensors.
+    """
+    if name in _TAKES_SMALLER and getattr(run, "__module__", None) == triton_memory.__name__:
+        may = _TAKES_SMALLER[str(name)]
+        return run, [len(choices) - 1 if i in may else 0 for i, choices in enumerate(operands)]
+    if _CAST.fullmatch(str(name)):
+        operands = operands[:1]
+    made_with = [choices[0] for choices in operands]
+    if not all(type(value) is handle and not _WORDS.match(value.dtype.name) for value in [answer, *made_with]):
+        return None
+    compute = _function_of(str(name), run, made_with, answer)
+    if compute is None:
+        return None
+    for chosen in _choices([len(choices) for choices in operands]):
+        values = [choices[i] for choices, i in zip(operands, chosen, strict=True)]
+        if _alike(compute(*[value.data for value in values]), answer.data):
+            return _on_tensors(handle, compute, len(chosen), answer.dtype), chosen
+    return None
+
+
+def _on_tensors(handle: Any, compute: Run, operands: int, dtype: Any) -> Run:
+    new = object.__new__
+
+    def made(data: Array) -> Any:  # the interpreter would check what was checked when the path was noted down
+        answer = new(handle)
+        answer.data, answer.dtype, answer.attr = data, dtype, {}
+        return answer
+
+    if operands == 1:
+        return lambda one: made(compute(one.data))
+    if operands == 2:
+        return lambda one, two: made(compute(one.data, two.data))
+    return lambda *values: made(compute(*[value.data for value in values]))
+
+
+def _function_of(name: str, run: Run, operands: Sequence[Any], answer: Any) -> Run | None:
+    if _CAST.fullmatch(name):
+        dtype = answer.data.dtype
+        return lambda data: data.astype(dtype)
+    function = _asked(run, len(operands))
+    if all(value.data.dtype == np.bool_ for value in operands) and function not in _OF_BITS:
+        return None  # the interpreter computes with numbers of one bit
+    return function
+
+
+def _asked(run: Run, operands: int) -> Run | None:
+    """The function that a method of the builder applies to the arrays of its operands, and does nothing else."""
+    probe = SimpleNamespace(
+        unary_op=lambda _, function: function,
+        binary_op=lambda _, __, function: function,
+        ternary_op=lambda _, __, ___, function: function,
+    )
+    try:
+        function = run.__func__(probe, *[None] * operands)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return None
+    return function if isinstance(function, np.ufunc) or function is np.where else None
+
+
+def _choices(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of operands to try: as many others as possible, then one, then none."""
+    yield [length - 1 for length in lengths]
+    for i, length in enumerate(lengths):
+        if length > 1:
+            yield [length - 1 if i == j else 0 for j in range(len(lengths))]
+    yield [0] * len(lengths)
+
+
+def _alike(one: Array, other: Array) -> bool:
+    same = one.dtype == other.dtype and one.shape == other.shape and one.strides == other.strides
+    return same and one.tobytes() == other.tobytes()
+
+
+def spreads(name: object) -> bool:
+    """True if a call only spreads a tensor over a block."""
+    return name in _SPREADS

@@ -1,0 +1,368 @@
+"""Races inside a launch of a Triton kernel: two programs use one location, one of them writes, nothing orders them.
+
+The interpreter runs the programs of a grid one after another, so a race changes no number here. On a device they run in
+any order, and at once. Two programs are ordered by an atomic operation of each on the same location, with the semantics
+``release`` in the one that comes first and ``acquire`` in the other, as a ticket or a lock has them. The accesses of a
+program between two of its atomic operations are an *epoch*. Epochs form a graph of what happens before what.
+
+If two programs store the same value, as they do when each computes the metadata of all, it is not a race.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from cuda_on_cpu import session
+from cuda_on_cpu.errors import RaceError
+from cuda_on_cpu.private import disable_functions
+from cuda_on_cpu.sites import author_site
+from cuda_on_cpu.tags import DEVICE, storage_key
+
+Array = npt.NDArray[Any]
+
+_MOST_LOGGED = 1 << 26
+"""Bytes of addresses that are kept of the reads of one tensor, before they are entered into its shadow."""
+_MOST_LOCKS = 64
+"""Locations of one atomic operation that may order programs. A tile of sums has more, and orders nobody."""
+
+
+def scratch(tensor: Tensor) -> None:
+    """Let programs race for the memory of ``tensor``, first element to last, as for the slot of padded rows.
+
+    Nothing happens outside of ``emulated_cuda()``.
+    """
+    if tensor.numel() and session.is_active():
+        with disable_functions():
+            start = tensor.data_ptr()
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans = session.require().scratch.setdefault(storage_key(tensor), [])
+            spans.append((start, start + (last + 1) * tensor.element_size()))
+
+
+def semantics_of(sem: Any, scope: Any) -> tuple[bool, bool]:
+    """(acquires, releases) of an atomic operation of the builder."""
+    if "CTA" in str(scope).upper():
+        return False, False  # orders threads of one program
+    word = str(sem).upper()
+    both = "ACQUIRE_RELEASE" in word or "ACQ_REL" in word
+    return both or word.endswith("ACQUIRE"), both or word.endswith("RELEASE")
+
+
+def acquiring(answer: Any, acquire: Callable[[], None]) -> Any:
+    """``answer``, a block of the interpreter, which calls ``acquire`` when somebody looks at its values."""
+    answer.__dict__["acquire"] = acquire
+    kind: Any = type(answer)
+    answer.__class__ = _acquiring(kind)
+    return answer
+
+
+@functools.cache
+def _acquiring(kind: Any) -> type[Any]:
+    class Acquiring(kind):  # type: ignore[misc]
+        """A block that nobody has looked at."""
+
+        @property
+        def data(self) -> Any:
+            """The values."""
+            acquire = self.__dict__.pop("acquire")
+            self.__class__ = kind
+            acquire()
+            return self.data
+
+    return Acquiring
+
+
+class _Shadow:
+    """The epochs that last used each element of a tensor. 0: none. Negative: the value stayed what it was."""
+
+    def __init__(self, elements: int) -> None:
+        self.writer, self.reader, self.earlier_reader, self.adder = (np.zeros(elements, np.int32) for _ in range(4))
+
+
+@dataclass
+class _Memory:
+    name: str
+    tensor: Tensor
+    start: int
+    stop: int
+    log: list[tuple[Array, int, int]] = field(default_factory=list)
+    """(addresses, bytes of an element, epoch) of reads while nothing was written."""
+    logged: int = 0
+    shadows: dict[int, _Shadow] = field(default_factory=dict)
+    """The last users of each element, by bytes of an element. Accesses of different widths are not compared."""
+
+    def shadow(self, size: int) -> _Shadow:
+        if size not in self.shadows:
+            self.shadows[size] = _Shadow((self.stop - self.start) // size + 1)
+        return self.shadows[size]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Addresses that a launch wrote. It keeps no memory of the program alive."""
+
+    kernel: str
+    memories: tuple[tuple[int, int, Mapping[int, _Shadow]], ...]
+    """First address, the one behind the last, and the users of each element by its bytes."""
+
+    def has(self, addresses: Array, size: int) -> bool:
+        """True if one of these elements was written."""
+        for start, stop, shadows in self.memories:
+            shadow = shadows.get(size)
+            if shadow is None:
+                continue
+            places = (addresses[(addresses >= start) & (addresses < stop)] - start) // size
+            if (shadow.writer[places] != 0).any() or (shadow.adder[places] != 0).any():
+                return True
+        return False
+
+
+class Races:
+    """The account of one launch. Raises ``RaceError`` where a race was seen for certain."""
+
+    def __init__(self, kernel: str, given: Mapping[str, Tensor], before: Written | None = None) -> None:
+        """``before``: what the kernel before wrote, if this one may begin before that one has ended."""
+        self.kernel = kernel
+        self.waited = False
+        """True if the program has waited for the kernel before."""
+        self._written_before = before
+        found: dict[int, _Memory] = {}
+        for name, tensor in given.items():
+            storage = tensor.untyped_storage()
+            start = storage.data_ptr()
+            found.setdefault(start, _Memory(name, tensor, start, start + storage.nbytes()))
+        self._memories = list(found.values())
+        # By address: a graph passes tensors of other storages that have the same memory.
+        self._scratch = [
+            (start, stop)
+            for key, spans in session.require().scratch.items()
+            if key in DEVICE.entries  # what is gone may not be asked for its use count
+            for start, stop in spans
+            if any(start < each.stop and each.start < stop for each in self._memories)
+        ]
+        self._programs: list[tuple[int, ...]] = [()]
+        """Program of each epoch."""
+        self._before: list[tuple[int, ...]] = [()]
+        """Epochs that end before each begins."""
+        self._released: dict[int, int] = {}
+        """Epoch that an atomic operation published, by address."""
+        self._known: tuple[int, set[int]] = (0, set())
+        self._first = self._epoch = 0
+        self.begin((0, 0, 0))
+
+    def begin(self, program: tuple[int, ...]) -> None:
+        """Another program starts."""
+        self._program, self.waited = program, False
+        self._first = self._epoch = self._new_epoch()
+
+    def _new_epoch(self, *before: int) -> int:
+        self._programs.append(self._program)
+        self._before.append(before)
+        return len(self._before) - 1
+
+    def read(self, parts: Sequence[Array], size: int, first: int, end: int, *, orders: bool = False) -> None:
+        """A load of all sums of one element of each of ``parts``.
+
+        ``orders``: it is volatile, as one that waits for a flag.
+        """
+        memory = self._memory(first, end)
+        if memory is None:
+            return
+        if self._written_before is not None and not self.waited:
+            self._check_wait(memory, _addresses(parts), size, "load")
+        if orders:
+            self._wait(memory, _addresses(parts), size)
+        elif memory.shadows or memory.logged > _MOST_LOGGED:
+            self._enter_log(memory)
+            self._enter_read(memory, _addresses(parts), size, self._epoch)
+        else:
+            addresses = _addresses(parts)
+            memory.log.append((addresses, size, self._epoch))
+            memory.logged += addresses.nbytes
+
+    def write(self, addresses: Array, size: int, first: int, end: int, differs: Array) -> None:
+        """A store. ``differs``: where the new value is another one than what is there."""
+        memory = self._memory(first, end)
+        places = None if memory is None else self._places(memory, addresses, size)
+        if memory is None or places is None:
+            return
+        if self._written_before is not None and not self.waited:
+            self._check_wait(memory, addresses, size, "store")
+        self._enter_log(memory)
+        shadow, now = memory.shadow(size), self._epoch
+        kept = self._kept(addresses)
+        if kept is not None:
+            places, differs = places[kept], differs[kept]
+        writer, adder = shadow.writer[places], shadow.adder[places]
+        self._check(memory, size, places, np.where(differs, np.abs(writer), 0), "store", "stored to")
+        self._check(memory, size, places, np.where(differs | (adder > 0), np.abs(adder), 0), "store", "added to")
+        self._check_readers(memory, size, places, differs, "store")
+        shadow.writer[places] = np.where(differs | (writer > 0), now, -now)
+
+    def add(self, addresses: Array, size: int, differs: Array, releases: bool) -> Callable[[], None] | None:
+        """An atomic operation, after it was done. ``differs``: where the value is another one now.
+
+        The answer, if there is one, orders the program after those whose atomic operation this one saw. A program that
+        does not look at what its atomic operation returned is not ordered: on a device the other may come later.
+        """
+        addresses = addresses.reshape(-1)
+        if not addresses.size:
+            return None
+        memory = self._memory(int(addresses.min()), int(addresses.max()) + size)
+        places = None if memory is None else self._places(memory, addresses, size)
+        if memory is not None and places is not None:
+            self._enter_log(memory)
+            shadow, now = memory.shadow(size), self._epoch
+            writer, adder = shadow.writer[places], shadow.adder[places]
+            self._check(memory, size, places, np.abs(writer), "atomic operation", "stored to")
+            self._check_readers(memory, size, places, differs, "atomic operation")
+            shadow.adder[places] = np.where(differs | (adder > 0), now, -now)
+        if addresses.size > _MOST_LOCKS:
+            return None
+        seen = [self._released[address] for address in addresses.tolist() if address in self._released]
+        if releases:
+            ended = self._epoch
+            for address in addresses.tolist():
+                earlier = self._released.get(address)
+                self._released[address] = self._new_epoch(ended, *([] if earlier is None else [earlier]))
+            self._epoch = self._new_epoch(ended)
+        return functools.partial(self._acquire, seen) if seen else None
+
+    def _acquire(self, seen: Sequence[int]) -> None:
+        self._epoch = self._new_epoch(self._epoch, *seen)
+
+    def _wait(self, memory: _Memory, addresses: Array, size: int) -> None:
+        """A volatile load: what it reads orders it after the program that wrote it."""
+        places = self._places(memory, addresses, size)
+        seen = [self._released[address] for address in addresses.tolist() if address in self._released]
+        if places is not None and size in memory.shadows:
+            shadow = memory.shadows[size]
+            found = np.unique(np.abs(np.concatenate([shadow.writer[places], shadow.adder[places]])))
+            seen += [int(epoch) for epoch in found if epoch]
+        self._acquire(seen)
+
+    def _memory(self, first: int, end: int) -> _Memory | None:
+        for memory in self._memories:
+            if memory.start <= first and end <= memory.stop:
+                return memory
+        return None
+
+    def _places(self, memory: _Memory, addresses: Array, size: int) -> Array | None:
+        """Elements of the shadow. None for addresses that are not multiples of ``size``, and for a tensor of many
+        gigabytes whose shadow does not fit into this machine.
+        """
+        offsets: Array = addresses - memory.start
+        if size > 1 and int(np.bitwise_or.reduce(offsets)) & (size - 1):
+            return None
+        try:
+            memory.shadow(size)
+        except MemoryError:
+            return None
+        return offsets // size
+
+    def _kept(self, addresses: Array) -> Array | None:
+        """True for addresses outside of memory that was declared to be scratch; None if all are."""
+        kept = None
+        for start, stop in self._scratch:
+            inside = (addresses >= start) & (addresses < stop)
+            if inside.any():
+                kept = ~inside if kept is None else kept & ~inside
+        return kept
+
+    def _enter_log(self, memory: _Memory) -> None:
+        log, memory.log = memory.log, []
+        memory.logged = 0
+        for addresses, size, epoch in log:
+            self._enter_read(memory, addresses, size, epoch)
+
+    def _enter_read(self, memory: _Memory, addresses: Array, size: int, epoch: int) -> None:
+        places = self._places(memory, addresses, size)
+        if places is None:
+            return
+        kept = self._kept(addresses)
+        if kept is not None:
+            places = places[kept]
+        shadow = memory.shadow(size)
+        self._check(memory, size, places, np.maximum(shadow.writer[places], 0), "load", "stored to")
+        self._check(memory, size, places, np.maximum(shadow.adder[places], 0), "load", "added to")
+        reader = shadow.reader[places]
+        of_another = reader < (self._first if epoch >= self._first else self._first_of(epoch))
+        shadow.earlier_reader[places[of_another]] = reader[of_another]
+        shadow.reader[places] = epoch
+
+    def _first_of(self, epoch: int) -> int:
+        """The first epoch of the program of ``epoch``."""
+        while self._programs[epoch - 1] == self._programs[epoch]:
+            epoch -= 1
+        return epoch
+
+    def _check_readers(self, memory: _Memory, size: int, places: Array, differs: Array, does: str) -> None:
+        shadow = memory.shadow(size)
+        reader = shadow.reader[places]
+        reader = np.where(reader >= self._first, shadow.earlier_reader[places], reader)
+        self._check(memory, size, places, np.where(differs, reader, 0), does, "loaded from")
+
+    def _check(self, memory: _Memory, size: int, places: Array, epochs: Array, does: str, did: str) -> None:
+        """Raise for the first element whose epoch belongs to another program and is not before this one."""
+        foreign = (epochs > 0) & (epochs < self._first)
+        if not foreign.any():
+            return
+        wrong = [int(epoch) for epoch in np.unique(epochs[foreign]) if epoch not in self._all_before()]
+        if not wrong:
+            return
+        index = int(np.flatnonzero(epochs == wrong[0])[0])
+        raise RaceError(
+            f"a {does} of triton kernel {self.kernel}",
+            author_site(),
+            f"program {self._program} uses {self._element(memory, size, int(places[index]))}, which program "
+            f"{self._programs[wrong[0]]} of the same launch {did}; nothing orders the two, so either may "
+            "come first on a device",
+            "give each program its own memory, launch a second kernel, or let an atomic operation with acquire and "
+            "release semantics order them (a ticket that the last program sees, a lock)",
+        )
+
+    def written(self) -> Written:
+        """Addresses that the launch wrote."""
+        return Written(self.kernel, tuple((each.start, each.stop, each.shadows) for each in self._memories))
+
+    def _check_wait(self, memory: _Memory, addresses: Array, size: int, does: str) -> None:
+        before = self._written_before
+        if before is None or not before.has(addresses, size):
+            return
+        raise RaceError(
+            f"a {does} of triton kernel {self.kernel}",
+            author_site(),
+            f"program {self._program} uses memory of {memory.name} that triton kernel {before.kernel}, launched "
+            "before, writes; launch_pdl=True lets this kernel begin before that one has ended",
+            "call tl.extra.cuda.gdc_wait() before the first access to what an earlier kernel writes",
+        )
+
+    def _all_before(self) -> set[int]:
+        """Epochs that end before the present one begins."""
+        if self._known[0] != self._epoch:
+            found: set[int] = set()
+            open_ones = [self._epoch]
+            while open_ones:
+                for epoch in self._before[open_ones.pop()]:
+                    if epoch not in found:
+                        found.add(epoch)
+                        open_ones.append(epoch)
+            self._known = (self._epoch, found)
+        return self._known[1]
+
+    def _element(self, memory: _Memory, size: int, place: int) -> str:
+        tensor = memory.tensor
+        shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+        offset = memory.start + place * size - tensor.data_ptr()
+        return f"byte {offset} of {memory.name}, {dtype} [{shape}]"
+
+
+def _addresses(parts: Sequence[Array]) -> Array:
+    return np.asarray(functools.reduce(np.add, parts)).reshape(-1)

@@ -1,0 +1,1 @@
+"""Commands that ``attn-testkit`` finds by the entry-point group ``attn_testkit.commands``."""

@@ -1,0 +1,13 @@
+"""Classes whose layers keep a state, as a server has them, watched."""
+
+from __future__ import annotations
+
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
+from attn_testkit_servers.record import watch
+
+
+@watch
+class LiveStates(TorchNativeStateBackend):
+    """As its parent, and asks for lengths on the host."""
+
+    capabilities = TorchNativeStateBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
