@@ -19,16 +19,16 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from attn_testkit_corpus.audit import Settings
-from attn_testkit_corpus.audit.tasks import _run_bug, _run_healthy
-from attn_testkit_corpus.audit.verdicts import Task
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit_corpus.faults.catalogue import CorpusEntry, field_bugs_in
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.plan import plan_run
 from attn_testkit.running.planning.request import Options, Request
+from attn_testkit_corpus.audit import Settings
+from attn_testkit_corpus.audit.tasks import _run_bug, _run_healthy
+from attn_testkit_corpus.audit.verdicts import Task
+from attn_testkit_corpus.faults.catalogue import CorpusEntry, field_bugs_in
 
 FOLDER = Path(__file__).parents[1] / "packages" / "corpus" / "tests" / "field_bugs"
 SETTINGS = Settings(device="cpu")
