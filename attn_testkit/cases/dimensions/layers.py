@@ -183,7 +183,7 @@ LAYERS = Dimension(
         Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
     ),
     fit=Without("Cases are made of declared layers."),
-    values=Columns(_columns, _of_row, further=("first_layer", "kv_groups")),
+    values=Columns(_columns, _of_row, further=("first_layer", "kv_groups", "varied")),
     covered=(
         option(
             "KV groups",
