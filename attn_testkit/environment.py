@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from packaging.requirements import Requirement
@@ -35,14 +35,13 @@ from cuda_on_cpu import (
 from .contract import Capabilities, ForwardMode, Requires
 from .graphs.addresses import map_across
 from .graphs.allocator import give_back_idle_memory
+from .graphs.busy import hold
 from .graphs.poison import dirty_fresh_memory, fresh_memory
 from .registry import UsageError, did_you_mean
 
 NOTES_OF_LAUNCHES = "ATTN_TESTKIT_LAUNCHES"
 """Variable with the folder in which launches of Triton kernels are noted, for ``attn-testkit compile``."""
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
-_MOST_CYCLES = 400_000_000
-"""Cycles of the longest wait of ``keep_device_busy``: some 200 ms."""
 
 
 @dataclass(frozen=True)
@@ -131,33 +130,17 @@ def launch_grids(most: tuple[int, int] | None = None) -> Iterator[list[tuple[str
         yield notes
 
 
-_cycles = 30_000_000
-
-
 def keep_device_busy(wanted: bool) -> Callable[[], None]:
-    """Have the current stream do nothing for some 15 ms, if ``wanted``, so that later launches start after that.
+    """Keep the current stream busy, if ``wanted``, so that later launches start when the caller's host work is done.
 
-    The caller calls the returned function when its host work is done. If the device went on before that, the next waits
-    of the process are twice as long, up to some 200 ms: a host that shares its cores is slow.
-
-    Emulated CUDA does all work at once; it compares late data with the data that is there when the host waits.
+    The caller calls the returned function then. Emulated CUDA does all work at once; it compares late data with the
+    data that is there when the host waits.
     """
-    if not wanted or is_active():
-        return _nothing
-    torch.cuda._sleep(_cycles)  # type: ignore[no-untyped-call, unused-ignore]
-    over = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-    over.record()
-    return partial(_wait_longer_where, over)
+    return hold() if wanted and not is_active() else _nothing
 
 
 def _nothing() -> None:
     pass
-
-
-def _wait_longer_where(over: torch.cuda.Event) -> None:
-    global _cycles
-    if over.query():  # type: ignore[no-untyped-call, unused-ignore]
-        _cycles = min(2 * _cycles, _MOST_CYCLES)
 
 
 def side_stream() -> torch.cuda.Stream:

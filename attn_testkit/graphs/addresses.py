@@ -5,14 +5,14 @@ Addresses are reserved apart from memory, so a pool across a multiple of 4 GiB t
 
 from __future__ import annotations
 
-import importlib
 import math
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
+
+from .driver import Refused, driver_api, value_of
 
 
 def map_across(multiple: int, nbytes: int, below: int) -> torch.Tensor | None:
@@ -22,17 +22,13 @@ def map_across(multiple: int, nbytes: int, below: int) -> torch.Tensor | None:
     ``multiple`` is a power of 2, and at least the size that the driver maps, 2 MiB. None if the ``cuda-bindings``
     package, on which torch's builds for CUDA depend, is missing, or the driver has no room.
     """
-    driver = _driver()
+    driver = driver_api()
     if driver is None:
         return None
     try:
         return torch.as_tensor(_Mapping(driver, multiple, nbytes, below), device="cuda")
-    except _Refused:
+    except Refused:
         return None
-
-
-class _Refused(Exception):
-    """Raised if the driver does not give what was asked for."""
 
 
 class _Mapping:
@@ -48,19 +44,19 @@ class _Mapping:
         access = driver.CUmemAccessDesc()
         access.location = location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        piece = _value(driver.cuMemGetAllocationGranularity(kind, driver.CUmemAllocationGranularity_flags(0)))
+        piece = value_of(driver.cuMemGetAllocationGranularity(kind, driver.CUmemAllocationGranularity_flags(0)))
         first, end = math.ceil(below / piece) * piece, math.ceil((nbytes - below) / piece) * piece
         reserved = 2 * multiple + first + end
-        start = int(_value(driver.cuMemAddressReserve(reserved, 0, 0, 0)))
+        start = int(value_of(driver.cuMemAddressReserve(reserved, 0, 0, 0)))
         undo: list[tuple[Any, ...]] = [(driver.cuMemAddressFree, start, reserved)]
         self._finalize = weakref.finalize(self, _give_back, undo)
         # A multiple that has room before it: the reservation may begin with one.
         boundary = math.ceil((start + first) / multiple) * multiple
-        memory = _value(driver.cuMemCreate(first + end, kind, 0))
+        memory = value_of(driver.cuMemCreate(first + end, kind, 0))
         undo.append((driver.cuMemRelease, memory))
-        _value(driver.cuMemMap(boundary - first, first + end, 0, memory, 0))
+        value_of(driver.cuMemMap(boundary - first, first + end, 0, memory, 0))
         undo.append((driver.cuMemUnmap, boundary - first, first + end))
-        _value(driver.cuMemSetAccess(boundary - first, first + end, [access], 1))
+        value_of(driver.cuMemSetAccess(boundary - first, first + end, [access], 1))
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (boundary - below, False), "version": 2,
         }  # fmt: skip
@@ -72,19 +68,3 @@ def _give_back(undo: Sequence[tuple[Any, ...]]) -> None:
         torch.cuda.synchronize()
     for function, *arguments in reversed(undo):
         function(*arguments)
-
-
-def _value(answer: tuple[Any, ...]) -> Any:
-    """The value that a function of the driver returned. Raises ``_Refused`` for an error."""
-    if int(answer[0]):
-        raise _Refused(answer[0])
-    return answer[1] if len(answer) > 1 else None
-
-
-@lru_cache
-def _driver() -> Any:
-    """``cuda.bindings.driver``, or None."""
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError:
-        return None

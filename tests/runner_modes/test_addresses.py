@@ -86,12 +86,12 @@ def test_a_driver_without_room_keeps_nothing_and_the_pool_lies_anywhere(
     refused: str, given_back: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(PIECE, refused)
-    monkeypatch.setattr(addresses, "_driver", lambda: driver)
+    monkeypatch.setattr(addresses, "driver_api", lambda: driver)
     assert addresses.map_across(GIB4, 4096, 512) is None
     names = [name for name, *_ in driver.calls]
     assert names[names.index(refused) + 1 :] == given_back
 
 
 def test_without_the_bindings_the_pool_lies_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_driver", lambda: None)
+    monkeypatch.setattr(addresses, "driver_api", lambda: None)
     assert addresses.map_across(GIB4, 4096, 512) is None

@@ -68,14 +68,15 @@ def test_without_a_request_or_another_way_nothing_is_planned_ahead() -> None:
 class ReadsTheTable(TorchNativeBackend):
     capabilities = TorchNativeBackend.capabilities.with_changes(server={"takes_rewritten_table": True})
     seen: list[list[int]] = []  # noqa: RUF012
+    rows: list[int] = []  # noqa: RUF012
 
     def init_forward_metadata(self, batch: Any) -> None:
         super().init_forward_metadata(batch)
-        self.seen.append(self.context.req_to_token[7:11, 0].tolist())
+        self.seen.append(self.context.req_to_token[self.rows, 0].tolist())
 
     def forward(self, q: Any, *args: Any, **kwargs: Any) -> Any:
         torch.cuda.synchronize()
-        self.seen.append(self.context.req_to_token[7:11, 0].tolist())
+        self.seen.append(self.context.req_to_token[self.rows, 0].tolist())
         return super().forward(q, *args, **kwargs)
 
 
@@ -91,6 +92,7 @@ def test_a_servers_stream_rewrites_the_table_under_a_forward_and_puts_it_back(
     )
     monkeypatch.setattr(ReadsTheTable, "capabilities", capabilities)
     ReadsTheTable.seen.clear()
+    ReadsTheTable.rows[:] = [request.pool_row for request in make_schedule(parse_case(case)).steps[0].requests]
     LocalWorker(candidate_for(ReadsTheTable, in_process=True), "cpu").drive(RunCase(case, Execution.EAGER))
     plan, forward, _, after = ReadsTheTable.seen[:4]
     assert all(plan)

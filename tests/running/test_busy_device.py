@@ -1,55 +1,79 @@
-"""A device is kept busy for as long as the host takes: where it was too short, the next wait is longer."""
+"""A stream is kept busy for exactly as long as the host takes to plan the next step."""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from attn_testkit import environment
 from attn_testkit.environment import keep_device_busy
+from attn_testkit.graphs import busy
 from cuda_on_cpu import emulated_cuda
 
 
-class Device:
-    """Stands in for a stream: how long it was told to wait, and whether that was over when the host asked."""
+class Driver:
+    """Stands in for CUDA's driver: keeps the address of the number for which a kernel waits."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
-        self.waits: list[int] = []
-        self.over = False
-        device = self
+    def __init__(self) -> None:
+        self.loaded = 0
+        self.launches: list[tuple[int, int]] = []
 
-        class Event:
-            def record(self) -> None:
-                pass
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, str]:
+        assert image.endswith(b"\0")
+        self.loaded += 1
+        return 0, "module"
 
-            def query(self) -> bool:
-                return device.over
+    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, str]:
+        return 0, "kernel"
 
-        monkeypatch.setattr(torch.cuda, "_sleep", self.waits.append)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(environment, "_cycles", cycles)
+    def cuLaunchKernel(self, kernel: str, *launch: Any) -> tuple[int]:
+        stream, (values, _), _ = launch[-3:]
+        self.launches.append((values[0], stream))
+        return (0,)
 
-    def waits_next(self, over: bool) -> int:
-        self.over = over
+    @property
+    def waits(self) -> list[bool]:
+        """For each launch, whether its kernel would still wait."""
+        return [ctypes.c_int32.from_address(address).value == 0 for address, _ in self.launches]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver()
+    monkeypatch.setattr(busy, "driver_api", lambda: made)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 7}))
+    for cached in (busy._done, busy._kernel):
+        cached.cache_clear()
+    yield made
+    for cached in (busy._done, busy._kernel):
+        cached.cache_clear()
+
+
+def test_a_stream_waits_until_the_host_is_done_each_time_anew(driver: Driver) -> None:
+    for _ in range(2):
         done = keep_device_busy(True)
+        assert driver.waits[-1]
         done()
-        return self.waits[-1]
+        assert not driver.waits[-1]
+    assert [stream for _, stream in driver.launches] == [7, 7]
+    assert driver.loaded == 1
 
 
-def test_the_next_wait_is_twice_as_long_only_where_one_was_over_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, cycles=1000)
-    assert [device.waits_next(over) for over in (False, True, False, True, True)] == [1000, 1000, 2000, 2000, 4000]
-
-
-def test_no_wait_is_longer_than_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = environment._MOST_CYCLES
-    device = Device(monkeypatch, cycles=most // 2 + 1)
-    assert [device.waits_next(True) for _ in range(3)] == [most // 2 + 1, most, most]
-
-
-def test_nothing_waits_where_nothing_is_planned_ahead_or_cuda_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, cycles=1000)
+def test_nothing_waits_if_nothing_is_planned_ahead_or_cuda_is_emulated(driver: Driver) -> None:
     keep_device_busy(False)()
     with emulated_cuda():
         keep_device_busy(True)()
-    assert device.waits == []
+    assert driver.launches == []
+
+
+def test_without_bindings_of_the_driver_a_stream_waits_a_fixed_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(busy, "driver_api", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
+    keep_device_busy(True)()
+    assert waits == [busy._CYCLES]
