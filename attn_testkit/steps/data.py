@@ -185,6 +185,8 @@ def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
 
 _USUAL_RANGE = 256.0
 """Largest query with an FP8 pool, except in patterns that test larger ones."""
+_MOST_KEY = 64.0
+"""Largest key of ``negative`` in a pool of few bits: FP8 with the smallest scale of a layer holds 112."""
 
 
 def of_fp8_range(
@@ -260,11 +262,11 @@ def _drawn(
         q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng, q_scale)
     if case.heads.layout.values_in_keys:
         # The latent row is key and value at once; its rope part belongs only to the key.
-        k = torch.cat([v, k[..., dv:]], -1)
+        # Equal keys have every second channel of it, so that a value is not the same in all channels.
+        latent = k[..., :dv] * (k[..., :dv].bool().cumsum(-1) % 2) if pattern == "negative" else v
+        k = torch.cat([latent, k[..., dv:]], -1)
         if pattern == "one_hot":
             q = torch.cat([torch.zeros_like(q[..., :dv]), q[..., dv:]], -1)
-        elif pattern == "negative":
-            k = torch.cat([torch.ones_like(v) * (torch.arange(dv) % 2), k[..., dv:]], -1)
     if any(request.shared for request in step.requests):
         asked = int(pattern.split(".")[1]) if pattern.startswith(("probe.", "place.")) else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
@@ -272,6 +274,8 @@ def _drawn(
         most, scaled = LARGEST_FP8 if pattern == "large_queries" else _USUAL_RANGE, schedule.q_scale != "none"
         if not scaled or pattern != LARGE_AND_SMALL:
             q, k = of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
+        if pattern == "negative":
+            k = k.clamp(max=_MOST_KEY)
         if scaled:
             # Small rows next to large ones are what one scale for all of them loses.
             alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"

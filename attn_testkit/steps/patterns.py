@@ -62,6 +62,8 @@ smallest, half of what this one has."""
 _LARGE_KEY = 112.0
 """The largest number of an FP8 pool whose scale is 1/4, as a layer's is."""
 
+_COHERENT = 64
+"""Equal terms that a logit of ``negative`` is the sum of, and fewer than twice as many."""
 _Shape = tuple[int, ...]
 _Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Maker = Callable[[_Shape, _Shape, _Shape, np.random.Generator], _Drawn]
@@ -81,9 +83,12 @@ def _peaked(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn
 
 def _negative(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     # Powers of two: every product and every partial sum is exact, so all logits of a row are equal in any order of
-    # summation. The first layer's scale is 0.5 / sqrt(D), the second's 1.5 / sqrt(D).
+    # summation. The first layer's scale is 0.5 / sqrt(D), the second's 1.5 / sqrt(D). Kernels may multiply queries by
+    # that before the product. Then each of many equal terms is rounded the same way, and the errors of more than some
+    # hundred add up to more than float32 arithmetic does elsewhere; so fewer channels of a wide key are not 0.
     size = 2.0 ** round(math.log2(65536 / (0.75 * math.sqrt(q[-1]))))
-    return torch.full(q, -size), torch.ones(k), normals(v, rng)
+    stride = 1 << max(0, (k[-1] // _COHERENT).bit_length() - 1)
+    return torch.full(q, -size), torch.ones(k) * stride * (torch.arange(k[-1]) % stride == 0), normals(v, rng)
 
 
 def _mean(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
