@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 
 from attn_testkit.cases.case import Case, parse_case
@@ -34,9 +35,10 @@ FOLDER = Path(__file__).parents[1] / "packages" / "corpus" / "tests" / "field_bu
 SETTINGS = Settings(device="cpu")
 
 
-def bugs(modules: str) -> tuple[CorpusEntry, ...]:
-    """The field bugs of the modules whose names match."""
-    return field_bugs_in(str(FOLDER), modules)
+@lru_cache
+def bugs() -> Mapping[str, CorpusEntry]:
+    """Every field bug, by its slug."""
+    return {bug.slug: bug for bug in field_bugs_in(str(FOLDER))}
 
 
 @lru_cache(maxsize=64)
@@ -80,26 +82,21 @@ def found(bug: CorpusEntry, most: int) -> str:
     return ""
 
 
-def of_module(module: str, names: Sequence[str], most: int) -> list[tuple[str, str, str]]:
-    """(name of the bug, its old id, its new one) of each bug of a file that has another case now."""
-    changed = []
-    for bug in bugs(module):
-        name = bug.backend.__name__
-        if names and name not in names:
-            continue
-        ids = cases_of(bug.backend.capabilities, bug.modes[0], bug.executions[0].value)
-        shorter = bug.case != bug.case_of_tier
-        if shorter and bug.case_of_tier in ids:
-            continue
-        try:
-            new = found(bug, most)
-        except Exception as error:  # one bug of a file is not to hide the others
-            print(f"{module} {name}: {type(error).__name__}: {error}", flush=True)
-            continue
-        if new != bug.case_of_tier:
-            changed.append((name, bug.case_of_tier, new))
-            print(f"{module} {name}: {new or 'NOT CAUGHT, was ' + bug.case_of_tier}", flush=True)
-    return changed
+def new_case(slug: str, most: int) -> tuple[str, str] | None:
+    """(old id, new id) of a bug if another case shows it now; the new one is empty if none of those tried does."""
+    bug = bugs()[slug]
+    ids = cases_of(bug.backend.capabilities, bug.modes[0], bug.executions[0].value)
+    if bug.case != bug.case_of_tier and bug.case_of_tier in ids:
+        return None
+    try:
+        new = found(bug, most)
+    except Exception as error:  # one bug is not to hide the others
+        print(f"{slug}: {type(error).__name__}: {error}", flush=True)
+        return None
+    if new == bug.case_of_tier:
+        return None
+    print(f"{slug}: {new or 'NOT CAUGHT, was ' + bug.case_of_tier}", flush=True)
+    return bug.case_of_tier, new
 
 
 def rewritten(text: str, name: str, old: str, new: str) -> str:
@@ -118,15 +115,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--most", type=int, default=60, help="cases that are tried for each bug")
     wanted = parser.parse_args()
-    modules = sorted({Path(inspect.getfile(bug.backend)).stem for bug in bugs(r"bugs_\w+")})
+    slugs = [slug for slug, bug in bugs().items() if not wanted.names or bug.backend.__name__ in wanted.names]
     with ProcessPoolExecutor(wanted.jobs) as pool:
-        work = {module: pool.submit(of_module, module, wanted.names, wanted.most) for module in modules}
-        for module, result in work.items():
-            path = FOLDER / f"{module}.py"
-            text = path.read_text()
-            for name, old, new in result.result():
-                text = rewritten(text, name, old, new) if new else text
-            path.write_text(text)
+        for slug, changed in zip(slugs, pool.map(new_case, slugs, repeat(wanted.most)), strict=True):
+            if changed is not None and changed[1]:
+                backend = bugs()[slug].backend
+                path = Path(inspect.getfile(backend))
+                path.write_text(rewritten(path.read_text(), backend.__name__, *changed))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Crossing(DenseBackend):
         return out
 
 
-@bug("vllm #47035", "extend-gqa4x2-d64-bf16-p16-k0.40.9.0-n9a7.5.1.20-shuffled-gauss-cross37-b4prod")
+@bug("vllm #47035", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a17.15.1x2-interleaved-negative-cross37-b7small")
 class CausalCross(Crossing):
     """Cross attention runs in a kernel that is causal only, aligned at the end."""
 

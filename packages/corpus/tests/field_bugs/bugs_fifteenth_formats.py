@@ -12,7 +12,7 @@ from attn_testkit_corpus.faults.dense import DenseBackend
 from attn_testkit_corpus.faults.row_formats import RowFormatsBackend
 
 
-@bug("flashinfer #3608", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvnvfp4-b3prod", "reads-own-kv")
+@bug("flashinfer #3608", "decode-gqa2x2-d64-bf16-p16-k0.1.16-contiguous-rising_logits-kvnvfp4-b3prod", "reads-own-kv")
 class ScalesByStridesOfNumbers(PackedKV):
     """Scales that lie apart are read with the strides of the numbers."""
 
@@ -34,7 +34,7 @@ class ScalesByStridesOfNumbers(PackedKV):
 
 @bug(
     "vllm-xpu-kernels #475",
-    "decode-mla16-d512r64-bf16-p16-k0.1.16-contiguous-mean-kvfp8e4m3-cap1.5-b3prod",
+    "decode-mla16-d128r64-fp16-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w4-cap1.5-b3prod",
     "writes-own-kv",
 )
 class MultipliesByScale(DenseBackend):
@@ -52,7 +52,7 @@ class MultipliesByScale(DenseBackend):
         return super().forward(q, k, v, layer, batch, False)
 
 
-@bug("InfiniLM #553", "decode-mqa4-d128-bf16-p64-k0.1.64-contiguous-mean-kvfp8perhead-cap1.5-b3prod", "writes-own-kv")
+@bug("InfiniLM #553", "decode-mqa4-d128-bf16-p64-k69-reversed-mean-kvfp8perhead-w4000-b1prod", "writes-own-kv")
 class ScalesOfConstructor(RowFormatsBackend):
     """Scales of heads are those that the constructor saw."""
 
@@ -75,7 +75,7 @@ class ScalesOfConstructor(RowFormatsBackend):
         super().write_kv(replace(layer, k_head_scales=k_scales, v_head_scales=v_scales), k, v, meta)
 
 
-@bug("aiter #4195", "decode-gqa2x2-d64-bf16-p16-k0.1.16-interleaved-gauss-kvfp8pertokenhead-b3prod", "writes-own-kv")
+@bug("aiter #4195", "decode-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-shuffled-gauss-kvfp8pertokenhead-b24prod", "writes-own-kv")
 class ScaleOfZeros(PackedKV):
     """The scale of a row of zeros is 0, and zeros are divided by it."""
 
@@ -92,7 +92,7 @@ class ScaleOfZeros(PackedKV):
             self.put(side["scales"], page, place, scales)
 
 
-@bug("flashinfer #3838", "extend-gqa4x2-d64-bf16-p64-k63.64.65-n2a2.3.1-shared-negative-kvnvfp4-b6small")
+@bug("flashinfer #3838", "extend-gqa4x2-d128-bf16-p64-k0.1.64-n2a2.3.1-chunks3-reversed-one_hot-kvnvfp4-b4small")
 class SumsOfTwoRows(PackedKV):
     """The sum of a row includes that of its neighbor, relative to their own maxima."""
 

@@ -26,7 +26,7 @@ class OfMode(IndexerParent):
 
 @bug(
     "vllm #51318",
-    "decode-mla16-d64r32-bf16-p16-k7x2-reversed-gauss-sel16-b2prod",
+    "decode-mla16-d64r64-bf16-p16-k7x2-reversed-gauss-sel16-b5nan",
     "replay-follows-batch",
     execution="graph",
 )
@@ -68,7 +68,7 @@ class PackedByActiveWidth(SparseParent):
 
 @bug(
     "vllm #57388",
-    "decode-mla16-d64r64-bf16-p16-k15.16.17-contiguous-mean-sel16-b4prod-multi_mode",
+    "decode-mqa4-d64-bf16-p16-k7x2-shared-one_hot-sel16-b3prod-multi_mode",
     "buckets-independent",
     execution="graph",
 )
@@ -102,7 +102,7 @@ class WorkspaceOfBoth(SparseParent):
         return selected[:, order]
 
 
-@bug("sglang-jax #1376", "decode-mqa4-d64-bf16-p64-k3.133.33.17-shuffled-one_hot-sel4of16holes-b5nan")
+@bug("sglang-jax #1376", "decode-mqa4-d128-bf16-p64-k3.133.33.17-shuffled-one_hot-sel8of16-b5prod")
 class PageAsBlock(SparseBlocks):
     """A selected block has as many keys as a page."""
 
@@ -115,7 +115,7 @@ class PageAsBlock(SparseBlocks):
 
 @bug(
     "vllm #51323",
-    "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4ties-b3prod",
+    "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4-b3prod",
     "selection-well-formed",
     execution="graph",
 )
@@ -139,7 +139,7 @@ class TailOfLastStep(IndexerParent):
         return kept.clone()
 
 
-@bug("aiter #5525", "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4ties-b3prod", "selects-best")
+@bug("aiter #5525", "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4-b3prod", "selects-best")
 class RowsOf132(IndexerParent):
     """Keys of a page are read as if each had its scale behind it (in the thread: the other way round)."""
 
@@ -152,7 +152,7 @@ class RowsOf132(IndexerParent):
 
 
 @bug(
-    "TileOPs #2149", "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel16holes-b8prod-multi_mode", "finite"
+    "TileOPs #2149", "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel16holesempty-b8stale", "finite"
 )
 class TileOfLastRow(SparseParent):
     """No key leaves its place of the tile as the last row filled it; at first it holds anything."""
@@ -173,7 +173,7 @@ class TileOfLastRow(SparseParent):
 
 @bug(
     "vllm #52512",
-    "extend-mla16-d64r32-bf16-p16-k15.16.17-n2a2.3.1-shared-negative-sel16-idx4gauss-b6small",
+    "extend-mqa4-d128-bf16-p16-k0.1.16-n1a1x3-shared-one_hot-sel16-idx4reuse-b6small",
     "selection-well-formed",
 )
 class DenseThatIsNot(OfMode):
@@ -212,7 +212,7 @@ class TiesOf1024(IndexerParent):
 
 @bug(
     "vllm #46074",
-    "target-verify-mla16-d128r64-bf16-p16-k9.64.1-chain4-shuffled-gauss-sel16-idx4-b4prod-context_of_prefixes",
+    "target-verify-mqa4-d64-bf16-p16-k9.64.1-chain4-shuffled-gauss-sel16-idx4-b4prod-context_of_prefixes",
     "completes",
 )
 class TableOneColumnShort(OfMode):
@@ -231,7 +231,7 @@ class TableOneColumnShort(OfMode):
         return super().scored(q, weights, plan)
 
 
-@bug("aiter #4376", "decode-mqa4-d64-bf16-p16-k1500.70-contiguous-gauss-sel16-idx4ties-b3prod", "repeatable")
+@bug("aiter #4376", "decode-mla16-d128r64-bf16-p16-k600.70.12-contiguous-shifted-sel16-idx4ties-b4prod", "repeatable")
 class TiesByArrival(IndexerParent):
     """Keys that tie at the threshold are taken in an order that is another one in each call."""
 

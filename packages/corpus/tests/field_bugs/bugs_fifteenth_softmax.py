@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 from attn_testkit_corpus.faults.parent import PlannedBackend
 
 
-@bug("flash-attention #2665", "extend-gqa2x2-d256-bf16-p16-k0.1.16-n38a17.64.33-chunks3-contiguous-mean-b3prod")
+@bug("flash-attention #2665", "extend-gqa4x2-d256-bf16-p16-k0.1.16-n45a3.131.1-chunks3-contiguous-gauss-b4small")
 class StridesOfShapeAt256(Tiled):
     """Queries of heads of 256 are read as if they lay one behind the other."""
 
@@ -26,7 +26,7 @@ class StridesOfShapeAt256(Tiled):
         return q.as_strided(q.shape, (heads * width, width, 1))
 
 
-@bug("mlx-lm #1673", "decode-gqa4x2-d64-bf16-p64-k7x2-reversed-gauss-w11-b2prod")
+@bug("mlx-lm #1673", "decode-gqa4x2-d128-bf16-p1-k7.8.9-interleaved-negative-w11-b3prod")
 class TrimmedByCapacity(Known):
     """A decode keeps the window's last places of its allocation, which grows by 16 keys (256 in the thread)."""
 
@@ -43,7 +43,7 @@ class TrimmedByCapacity(Known):
 
 @bug(
     "aiter #4711",
-    "target-verify-gqa2x2-d128-bf16-p16-k21-chain4-interleaved-rising_logits-b4stale",
+    "target-verify-gqa2x2-d128-bf16-p1-k3.21.5.17-chain7-interleaved-rising_logits-b4prod",
     "finite",
     execution="graph",
 )
@@ -62,7 +62,7 @@ class HiddenSplitIsNaN(PlannedBackend):
         acc.masked_fill_(hidden[..., None, None], torch.nan)
 
 
-@bug("vllm-xpu-kernels #514", "decode-gqa4x2-d64-bf16-p64-k300.70.12-interleaved-shifted-w11-sink-b3prod", "finite")
+@bug("vllm-xpu-kernels #514", "decode-gqa4x2-d128-bf16-p16-k600.70.12-shuffled-mean-w4-sink-b3prod", "finite")
 class SinkOfFirstTile(Known):
     """A decode adds the sink to the sum of the first tile, relative to that tile's maximum."""
 
@@ -80,7 +80,7 @@ class SinkOfFirstTile(Known):
 
 @bug(
     "vllm-xpu-kernels #434",
-    "extend-gqa2x2-d192-bf16-p16-k0x3-n24a70.1x2-chunks3-interleaved-one_hot-lsewhole-b6prod",
+    "extend-gqa4x2-d192-bf16-p16-k0.1.16-n11a15.16.2-chunks3-shared-one_hot-layers2from5-lsewhole-b6small",
     "log-sum-exp",
 )
 class LanesWithoutRows(WithLse):
@@ -103,7 +103,7 @@ class LanesWithoutRows(WithLse):
         return out, lse.masked_fill(first[:, None], -torch.inf)
 
 
-@bug("ATOM #1015", "decode-gqa4x2-d64-bf16-p1-k3.21.5.17-shuffled-one_hot-b5nan", "writes-own-kv")
+@bug("ATOM #1015", "decode-gqa4x2-d128-bf16-p1-k21.3.0.8.9.33.1.17.5-shuffled-negative-b9prod", "writes-own-kv")
 class WritesWholeBuffer(OwnSlots):
     """The eager writer has as many slots as the buffer holds: those behind the step's are of an earlier one."""
 
@@ -137,7 +137,7 @@ class SurfaceOf24Bits(Tiled):
         return super().keys(kv, slots % (1 << 24), plan)
 
 
-@bug("efficient-transformers #1235", "decode-gqa4x2-d64-bf16-p64-k7x2-reversed-gauss-w11-b2prod", execution="graph")
+@bug("efficient-transformers #1235", "decode-gqa4x2-d128-bf16-p1-k7.8.9-interleaved-negative-w11-b3prod", execution="graph")
 class PlacesOfRing(Known):
     """A place in the ring of a window counts if it is not behind the row's own, also after the ring has wrapped."""
 
@@ -153,7 +153,7 @@ class PlacesOfRing(Known):
 
 @bug(
     "mlxcel #679",
-    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
+    "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale",
     "finite",
 )
 class KeepsLastWindow(Known):
@@ -177,7 +177,7 @@ class KeepsLastWindow(Known):
 
 @bug(
     "vLLM-2080Ti-Definitive #183",
-    "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan",
     "writes-own-kv",
     execution="graph",
 )

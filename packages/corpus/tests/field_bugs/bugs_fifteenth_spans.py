@@ -35,7 +35,7 @@ class Spanning(Tiled):
 
 @bug(
     "vllm #47217",
-    "extend-gqa4x2-d64-bf16-p16-k9.130.0.40.64-n35a70.7.40.20.35-shuffled-gauss-w20-spanswidebylayer-b6prod",
+    "extend-gqa4x2-d128-bf16-p64-k0x3-n43a63.64.2-chunks3-shuffled-gauss-w4-spanswidebylayer-b3prod",
 )
 class LongSpansDropped(Spanning):
     """A span of more positions than the layer's window shows has no effect."""

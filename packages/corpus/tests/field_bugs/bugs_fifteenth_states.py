@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.states_of_servers import SlotsParent, SnapshotsP
 
 @bug(
     "vllm-xpu-kernels #399",
-    "extend-gdn4x2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-strong_decay-k64w4s32-b3stale",
+    "extend-gdn4x2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-strong_decay-k64w4s32-b3prod",
     "output-written",
 )
 class FeaturesOf256(StateParent):
@@ -138,7 +138,7 @@ class Lightning(StateParent):
 
 @bug(
     "vllm-ascend #10276",
-    "extend-lightning2-d64-bf16-p16-k0.40-n34a65.3-shuffled-mild_decay-k64w1s32-layers1from0-b2stale",
+    "extend-lightning2-d64-bf16-p16-k0.40-n34a65.3-shuffled-unit_keys-k64w1s32-b2prod",
     "finite",
 )
 class TailOfBlockIsLoaded(Lightning):

@@ -15,7 +15,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 TREES = {"max_topk": 4, "max_q_rows": 16}
 
 
-@bug("TensorRT-LLM #13006", "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-t0.0.0-contiguous-mean-b3prod")
+@bug("TensorRT-LLM #13006", "target-verify-gqa2x2-d64-bf16-p16-k7x2-t0.0.0-shuffled-gauss-b2prod")
 class PackedMaskStride(Tiled):
     """A request's mask begins where the padded size of trees puts it."""
 
@@ -31,7 +31,7 @@ class PackedMaskStride(Tiled):
         return super().run(q, kv, plan)
 
 
-@bug("pytorch #171271", "target-verify-gqa4x2-d64-bf16-p1-k0.1.8-t0.0.0-contiguous-mean-b3prod")
+@bug("pytorch #171271", "target-verify-gqa4x2-d64-bf16-p1-k7x2-t0.1.0.3.0.5.1-contiguous-one_hot-b3stale")
 class MaskRowPerHead(Tiled):
     """The mask's row is divided by the heads of a group, though rows are not packed."""
 
@@ -44,7 +44,7 @@ class MaskRowPerHead(Tiled):
         return super().visible(index, rows)
 
 
-@bug("ik_llama.cpp #2186", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w4-b10prod")
+@bug("ik_llama.cpp #2186", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w11-b7prod")
 class SwaTailByLongest(Tiled):
     """Layers with a window cut off old keys once for the batch, where its longest request's window begins."""
 
@@ -55,7 +55,7 @@ class SwaTailByLongest(Tiled):
         return seen & (index >= rows.plan.kv_lens.max() - 1 - window) if window >= 0 else seen
 
 
-@bug("vllm #49010", "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-chain7-contiguous-mean-b3prod")
+@bug("vllm #49010", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod")
 class NoMaskInVerify(Tiled):
     """Verify is a decode kernel with several rows, and without a mask."""
 
@@ -65,7 +65,7 @@ class NoMaskInVerify(Tiled):
         return index < rows.kv_lens[:, None]
 
 
-@bug("onnxruntime #25927", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-w11-b2prod")
+@bug("onnxruntime #25927", "extend-gqa2x2-d64-bf16-p16-k0.1.16-n12a16.1.17-shared-gauss-w4-b3prod")
 class WindowExcludesSelf(Tiled):
     """The window is short by one key."""
 
@@ -77,7 +77,7 @@ class WindowExcludesSelf(Tiled):
 
 @bug(
     "amd-shark-ai #2235",
-    "extend-mha2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-kvfp8e4m3-w4-cap1.5-b10prod",
+    "extend-mha2-d128-bf16-p16-k15.16.17-n1a1x3-shuffled-one_hot-kvfp8e4m3-w4-cap1.5-b6stale",
 )
 class StartOfFirst(Varlen):
     """In prefill rows of all requests count from the first one's prefix."""
@@ -92,7 +92,7 @@ class StartOfFirst(Varlen):
 
 @bug(
     "FastDeploy #8065",
-    "extend-gqa7x2-d128-bf16-p1-k32.128.64.16-n4a1x3.11-chunks3-reversed-peaked-kvfp8e4m3-w46-cap1.5-b5stale",
+    "extend-mha2-d128-bf16-p1-k32.128.64.16.63-n4a7.8.2.1x2-chunks3-reversed-gauss-kvfp8e4m3-w11-cap1.5-b5prod",
     execution="graph",
 )
 class OneTokenPrompt(Varlen):
@@ -105,7 +105,7 @@ class OneTokenPrompt(Varlen):
 
 
 @bug(
-    "ppl.llm.kernel.cuda #57", "target-verify-mha2-d128-bf16-p64-k0.1.64-t0.0.0-contiguous-mean-kvfp8e4m3-cap1.5-b3prod"
+    "ppl.llm.kernel.cuda #57", "target-verify-gqa8x2-d128-bf16-p64-k0.1.64-t0.0.0-interleaved-gauss-cap1.5-b3prod"
 )
 class SplitMaskOffset(SplitKV):
     """A split reads the mask from its beginning, whichever its first key is."""
@@ -123,7 +123,7 @@ class SplitMaskOffset(SplitKV):
 
 @bug(
     "flashinfer #4365",
-    "decode-gqa5x2-d128-bf16-p1-k1500.70-shuffled-one_hot-kvfp8e4m3-w60-cap1.5-sink-lsepages2merged-b2prod",
+    "decode-gqa5x2-d128-bf16-p1-k1500.70-contiguous-gauss-kvfp8e4m3-w60-cap1.5-sink-lsepages2merged-b3prod",
     "reads-own-kv",
     execution="graph",
 )

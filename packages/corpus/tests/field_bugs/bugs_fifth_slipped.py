@@ -26,7 +26,7 @@ class FoldedHeads(Latent):
         return out.reshape(2, t, 16, d).transpose(0, 1).reshape(t, h, d)
 
 
-@bug("vllm #39148", "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-interleaved-gauss-lsepages3merged-b6prod", "log-sum-exp")
+@bug("vllm #39148", "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-shared-gauss-lsepages3merged-b6prod", "log-sum-exp")
 class BothEmpty(WithKVSplits):
     """Two parts without keys are merged to NaN."""
 
@@ -61,7 +61,7 @@ class CascadeBatch(Varlen):
 
 
 @bug(
-    "flashinfer #4347", "decode-mha2-d128-bf16-p256-k4737.300.33-interleaved-plus_minus_one-b4prod", "keys-counted-once"
+    "flashinfer #4347", "decode-mha2-d128-bf16-p256-k4737.300.33-reversed-plus_minus_one-b4prod", "keys-counted-once"
 )
 class FarPages(HostPlanned):
     """Of pages of more than 128 slots only those of the first 4096 keys, and the last, are right."""

@@ -14,7 +14,7 @@ from third_parents import FP8, SPEC, Latent, mla_capabilities
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("FlashMLA-ETAP #2", "target-verify-mla16-d512r64-bf16-p1-k31.127.63.15-chain2-reversed-peaked-b5stale", "finite")
+@bug("FlashMLA-ETAP #2", "target-verify-mla16-d512r64-bf16-p1-k31.127.63.15.63-chain2-shared-peaked-b5prod", "finite")
 class LastTileRow(Latent):
     """A row that sees no key of its request's last tile has -inf minus -inf."""
 
@@ -27,7 +27,7 @@ class LastTileRow(Latent):
         return parts._replace(weight=parts.weight.masked_fill(lost[:, None], math.nan))
 
 
-@bug("sglang-jax #905", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-sink-b6small")
+@bug("sglang-jax #905", "decode-gqa2x2-d64-bf16-p16-k0.1.16-reversed-rising_logits-sink-b6small")
 class SinkDropped(Tiled):
     """The fused path, here of a prompt without prefix, has no sink."""
 
@@ -37,7 +37,7 @@ class SinkDropped(Tiled):
         return super().sink_of(rows).masked_fill((rows.prefix == 0)[:, None], LOWEST)
 
 
-@bug("vllm #15492", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2merged-b3prod", "log-sum-exp")
+@bug("vllm #15492", "decode-gqa2x2-d64-bf16-p16-k300.7-shared-negative-lsepages2merged-b3prod", "log-sum-exp")
 class EmptyIsPlusInf(WithKVSplits):
     """The log-sum-exp of a part without keys is +inf."""
 
@@ -46,7 +46,7 @@ class EmptyIsPlusInf(WithKVSplits):
         return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-@bug("vllm #49294", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2merged-b3prod", "log-sum-exp")
+@bug("vllm #49294", "decode-gqa2x2-d64-bf16-p16-k300.7-shared-negative-lsepages2merged-b3prod", "log-sum-exp")
 class EmptyFinite(WithKVSplits):
     """The log-sum-exp of a part without keys is 0."""
 
@@ -55,7 +55,7 @@ class EmptyFinite(WithKVSplits):
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-@bug("vllm #55670", "extend-gqa2x2-d64-bf16-p1-k32.128.64.16-n4a1x3.11-chunks3-reversed-peaked-kvfp8e4m3-b5stale")
+@bug("vllm #55670", "extend-gqa2x2-d64-bf16-p1-k600.70.12-n5a11.1x2-chunks3-shuffled-peaked-kvfp8e4m3-b3prod")
 class Fp8Scratch(Tiled):
     """With an FP8 pool outputs go through FP8 memory, without its scale."""
 
@@ -67,7 +67,7 @@ class Fp8Scratch(Tiled):
         return out.float().clamp(-448, 448).to(torch.float8_e4m3fn).to(out.dtype)
 
 
-@bug("tilelang #328", "decode-gqa8x2-d128-bf16-p1-k32.128.64.16-reversed-peaked-kvfp8e4m3-w46-cap1.5-b5stale", "finite")
+@bug("tilelang #328", "decode-gqa8x2-d128-bf16-p64-k600.70.12-interleaved-shifted-kvfp8e4m3-w46-cap1.5-b4stale", "finite")
 class EmptyFirstSplit(SplitKV):
     """The running maximum begins at -inf, and the first split may have no key."""
 
@@ -85,7 +85,7 @@ class EmptyFirstSplit(SplitKV):
 
 @bug(
     "ATOM #2057",
-    "decode-gqa5x2-d128-bf16-p1-k1500.70-shuffled-one_hot-kvfp8e4m3-w60-cap1.5-sink-lsepages2merged-b2prod",
+    "decode-gqa5x2-d128-bf16-p1-k1500.70-contiguous-gauss-kvfp8e4m3-w60-cap1.5-sink-lsetokens3merged-b3prod",
     "log-sum-exp",
     execution="graph",
 )

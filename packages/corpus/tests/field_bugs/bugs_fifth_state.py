@@ -12,7 +12,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "vllm #19321",
-    "extend-gqa2x2-d64-fp16-p1-k3.21.5.17-n1a1x4-shuffled-one_hot-w0-sink-b5nan",
+    "extend-gqa7x2-d64-bf16-p16-k3.37.9.17-n1a1x4-shuffled-one_hot-w46-sink-b4prod",
     "padding-inert",
     execution="graph",
 )
@@ -26,7 +26,7 @@ class StartLocPad(Varlen):
 
 @bug(
     "nntrainer #4317",
-    "decode-gqa3x2-d64-bf16-p32-k7x2-reversed-gauss-w11-b2prod",
+    "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -68,7 +68,7 @@ class RowsAsRequests(HostPlanned):
         return plan.indices[torch.where(inside, at, 0)].long()
 
 
-@bug("rvllm #32", "decode-gqa3x2-d64-bf16-p32-k7x2-reversed-gauss-w11-b2prod", "writes-own-kv", execution="graph")
+@bug("rvllm #32", "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod", "writes-own-kv", execution="graph")
 class PadSlotsLive(HostPlanned):
     """The end of the buffer of slots that graphs read holds a live slot."""
 
@@ -95,7 +95,7 @@ class PadSlotsLive(HostPlanned):
 
 @bug(
     "aprender #2030",
-    "decode-mha2-d128-bf16-p8-k1025.33-shuffled-plus_minus_one-b3prod",
+    "decode-mha2-d128-bf16-p8-k1025.33-contiguous-plus_minus_one-b3prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -110,7 +110,7 @@ class ChunksAtCapture(HostPlanned):
         return seen if chunks is None else seen & (index < chunks * 1024)
 
 
-@bug("hip-attention #22", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-shuffled-gauss-b8prod")
+@bug("hip-attention #22", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-contiguous-gauss-b8prod")
 class EmptyUnwritten(SplitKV):
     """A split without keys writes nothing, and what its memory held is merged."""
 
@@ -119,7 +119,7 @@ class EmptyUnwritten(SplitKV):
         lses.copy_(torch.where(has_keys[:, None], lse, lses))
 
 
-@bug("flashinfer #2002", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-shuffled-gauss-b8prod", "output-written")
+@bug("flashinfer #2002", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-contiguous-gauss-b8prod", "output-written")
 class CounterUninit(SplitKV):
     """Counters of the splits that have arrived lie in memory that nobody cleared."""
 

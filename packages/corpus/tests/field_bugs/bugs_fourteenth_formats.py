@@ -109,7 +109,7 @@ class StridesOfShape(WritesScalesElsewhere):
         return rows[..., -4:].view(torch.float32)
 
 
-@bug("kvcached #435", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvfp8pertokenhead-b3prod", "writes-own-kv")
+@bug("kvcached #435", "decode-gqa2x2-d128-bf16-p16-k0.1.16-shuffled-gauss-kvfp8pertokenhead-b4nan", "writes-own-kv")
 class ScalesOfFirstLayer(WritesScalesElsewhere):
     """Views of scales have no offset of their layer: all layers have those of the first."""
 
@@ -117,7 +117,7 @@ class ScalesOfFirstLayer(WritesScalesElsewhere):
         return super().scale_planes(self.context.layers[0])
 
 
-@bug("vllm #51091", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvfp8pertokenhead-b3prod", "writes-own-kv")
+@bug("vllm #51091", "decode-gqa2x2-d128-bf16-p16-k0.1.16-shuffled-gauss-kvfp8pertokenhead-b4nan", "writes-own-kv")
 class ScalesSetAtFirstTouch(PackedKV):
     """The last layer sets the scales of the pool that it takes for its own, the first layer's, in its first forward."""
 
@@ -131,7 +131,7 @@ class ScalesSetAtFirstTouch(PackedKV):
         return super().run(q, kv, plan)
 
 
-@bug("vllm #50085", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvnvfp4-b3prod", "writes-own-kv")
+@bug("vllm #50085", "decode-gqa2x2-d64-bf16-p16-k15.16.17-interleaved-rising_logits-kvnvfp4-b3prod", "writes-own-kv")
 class ScalesOfVSwizzled(PackedKV):
     """Scales of V are written in squares of 4 tokens by 4 scales, rows for columns, and read as they lie."""
 
@@ -149,7 +149,7 @@ class ScalesOfVSwizzled(PackedKV):
             plane[page[:, None], row, head, to] = new[..., column]
 
 
-@bug("vllm #53681", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvnvfp4-kvhnd-b3prod", "completes")
+@bug("vllm #53681", "decode-gqa2x2-d64-bf16-p16-k0.1.16-contiguous-rising_logits-kvnvfp4-kvhnd-b3prod", "completes")
 class HeadsAsPageSize(PackedKV):
     """The writer of a pool with heads first takes the number of heads for the size of a page."""
 
@@ -172,7 +172,7 @@ class HeadsAsPageSize(PackedKV):
                 view[page[:, None], (slots % heads)[:, None], head % view.shape[2]] = part
 
 
-@bug("sgl-kernel-xpu #252", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvfp8perhead-b3prod")
+@bug("sgl-kernel-xpu #252", "decode-gqa2x2-d64-bf16-p16-k15.16.17-interleaved-rising_logits-kvfp8perhead-b3prod")
 class FirstScaleOfAll(PackedKV):
     """The scale of the first head is that of each head."""
 
@@ -182,7 +182,7 @@ class FirstScaleOfAll(PackedKV):
         return tuple(scales[:1].expand_as(scales) for scales in super().head_scales(layer))
 
 
-@bug("lmdeploy #4850", "decode-gqa2x2-d192-bf16-p16-k0.1.16-contiguous-mean-kvint8pertokenhead-b3prod", "writes-own-kv")
+@bug("lmdeploy #4850", "decode-gqa2x2-d96-bf16-p16-k0.1.16-shared-mean-kvint8pertokenhead-b3prod", "writes-own-kv")
 class RangeOfMaskedLanes(PackedKV):
     """Where a row's width is no power of two, its range includes what lies behind it up to the next one."""
 

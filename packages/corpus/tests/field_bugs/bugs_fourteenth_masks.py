@@ -14,7 +14,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "flashinfer #3717",
-    "target-verify-gqa2x2-d64-bf16-p16-k33.24.3-chain7-interleaved-shifted-b6prod-empty_batches-noncausal",
+    "target-verify-gqa2x2-d64-bf16-p16-k600.70.12-chain7-interleaved-one_hot-b3prod-noncausal-overlap_scheduling",
 )
 class TailIsScored(WithoutCausalMask):
     """Without a causal mask keys behind the length stay in a tile of 256: logits of 0, and values of 0."""
@@ -39,7 +39,7 @@ class TailIsScored(WithoutCausalMask):
 
 @bug(
     "vllm-ascend #11849",
-    "target-verify-gqa2x2-d64-bf16-p16-k300.7-chain2-shared-negative-lsepages2merged-b3prod",
+    "target-verify-gqa2x2-d64-bf16-p16-k300.7-chain2-reversed-negative-lsepages2merged-b3prod",
     "log-sum-exp",
 )
 class OwnKeyNotCounted(WithKVSplits):
@@ -61,7 +61,7 @@ class OwnKeyNotCounted(WithKVSplits):
 
 
 @bug(
-    "executorch #21857", "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod"
+    "executorch #21857", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale"
 )
 class WindowOfFirstRow(Known):
     """Cached keys are masked for all rows of a chunk by the window of its first one."""
@@ -77,7 +77,7 @@ class WindowOfFirstRow(Known):
         return torch.where(index < prefix, index >= first, right)
 
 
-@bug("SlimServe #23", "target-verify-gqa4x2-d64-bf16-p1-k3.21.5.17-chain2-shuffled-one_hot-b5nan")
+@bug("SlimServe #23", "target-verify-gqa2x2-d64-bf16-p16-k14.15.16.17.18.19.20.21.22.23.24.25.26.27.28.29-chain2-shuffled-gauss-b30prod")
 class UnmappedBlocksAreZero(Known):
     """A verify scores blocks behind a request's last one, up to the longest request's, as keys and values of 0."""
 
@@ -95,7 +95,7 @@ class UnmappedBlocksAreZero(Known):
         return super().parts(scores, seen | unmapped, v, rows)
 
 
-@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode")
+@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p1-k7x2-contiguous-rising_logits-b3prod-multi_mode")
 class MaskInPlaceOfWindow(Tiled):
     """With a mask of its own a step has no window, and causality compares keys with the row's number in its step."""
 

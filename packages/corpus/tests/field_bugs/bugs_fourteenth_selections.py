@@ -12,7 +12,7 @@ from attn_testkit_corpus.faults.sparse import SparseBlocks, SparseOfWidePages, S
 NOTHING = -(1 << 30)
 
 
-@bug("vllm #45324", "target-verify-mqa4-d128-bf16-p16-k0.1.16-chain7-contiguous-mean-sel1empty-b3prod", "reads-own-kv")
+@bug("vllm #45324", "target-verify-mqa4-d128-bf16-p16-k3.37.9.17-chain7-contiguous-peaked-sel16holes-b4prod", "reads-own-kv")
 class NoKeyIsSlot0(SparseParent):
     """An index of -1 becomes slot 0, and a mask that asks for negative slots finds none."""
 
@@ -41,7 +41,7 @@ class FlatNumbers(SparseOfWidePages):
 
 @bug(
     "ATOM #1595",
-    "extend-mqa4-d64-bf16-p16-k9.70.1-n2a2x3-interleaved-gauss-sel16holesempty-b4prod-padded_tokens",
+    "extend-mqa4-d64-bf16-p16-k9.70.1-n2a2x3-contiguous-gauss-sel64empty-b4prod-padded_tokens",
     "completes",
 )
 class PaddedRowsAbort(SparseParent):
@@ -63,7 +63,7 @@ class PaddedRowsAbort(SparseParent):
         return super().run(q, kv, plan)
 
 
-@bug("ATOM #1058", "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod", "reads-own-kv")
+@bug("ATOM #1058", "draft-extend-mqa4-d64-bf16-p16-k0.1.16-n6a6x3-shuffled-gauss-sel1-b3prod", "reads-own-kv")
 class AsManyRowsEach(SparseParent):
     """Each request has as many rows as the plan's largest, of a builder for decode and drafts."""
 
@@ -76,7 +76,7 @@ class AsManyRowsEach(SparseParent):
         return (row // plan.max_q_len).clamp(max=len(plan.kv_lens) - 1)
 
 
-@bug("vllm-ascend #13391", "target-verify-mqa4-d64-bf16-p16-k7x2-chain7-reversed-gauss-sel4of16-b2prod", "reads-own-kv")
+@bug("vllm-ascend #13391", "target-verify-mqa4-d64-bf16-p16-k21-chain7-reversed-gauss-sel4of16-b1prod", "reads-own-kv")
 class TailIsLoaded(SparseBlocks):
     """Values of a block behind the length, and of no block, are loaded: their weight of 0 times what lies there."""
 
@@ -92,7 +92,7 @@ class TailIsLoaded(SparseBlocks):
         return (torch.softmax(logits, -1).nan_to_num(nan=0.0) @ v).to(q.dtype)
 
 
-@bug("vllm #54597", "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel4of16-b10prod", "reads-own-kv")
+@bug("vllm #54597", "decode-mqa4-d128-bf16-p16-k3.37.9.17-shuffled-one_hot-sel4of16-b5prod", "reads-own-kv")
 class NoBlockIsLookedUp(SparseBlocks):
     """A decode looks up no block (-1) in the table: the entry before the request's first."""
 
@@ -111,7 +111,7 @@ class NoBlockIsLookedUp(SparseBlocks):
         return plan.slot_table.flatten()[at.clamp(min=0)].long()
 
 
-@bug("ATOM #1343", "extend-mla16-d64r32-bf16-p16-k7x2-n9a16.1-reversed-gauss-sel1empty-b2prod")
+@bug("ATOM #1343", "extend-mla16-d64r64-bf16-p16-k7x2-n18a35.1-contiguous-peaked-sel1empty-b2prod")
 class WindowAtTheHead(SparseParent):
     """In a prefill with a prefix two writers fill a row's list from its head on; what is behind them stays."""
 
@@ -132,7 +132,7 @@ class WindowAtTheHead(SparseParent):
         return torch.where(lost, torch.zeros_like(selected), selected)
 
 
-@bug("ATOM #1591", "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-b3prod")
+@bug("ATOM #1591", "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-b6stale")
 class TopkIs1024(SparseParent):
     """Lists have 1024 columns whatever the layer selects, and as many keys as a row may see count, up to that."""
 
@@ -148,7 +148,7 @@ class TopkIs1024(SparseParent):
 
 @bug(
     "local-inference-lab vllm #715",
-    "target-verify-mla16-d64r64-bf16-p16-k300.70.12-chain7-interleaved-shifted-sel16holes-b3prod",
+    "target-verify-mla16-d64r64-bf16-p16-k600.70.12-chain4-shuffled-shifted-sel64-b6prod",
 )
 class TailBehindTopk(SparseParent):
     """Of a row that selects all its keys, those of its unfinished pool of 4 lie behind the columns that count."""
@@ -159,7 +159,7 @@ class TailBehindTopk(SparseParent):
         return super().is_key(selected, plan) & ~tail
 
 
-@bug("ATOM #1831", "target-verify-mqa4-d128-bf16-p16-k0.1.16-chain7-contiguous-mean-sel1empty-b3prod", "reads-own-kv")
+@bug("ATOM #1831", "target-verify-mqa4-d128-bf16-p16-k3.37.9.17-chain7-contiguous-peaked-sel16holes-b4prod", "reads-own-kv")
 class NoKeyIsAnAddress(SparseParent):
     """-1 goes to the kernel as a slot: that before the pool's first, here its last."""
 
