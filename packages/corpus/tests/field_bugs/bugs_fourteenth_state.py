@@ -15,7 +15,7 @@ from attn_testkit_corpus.faults.multi_step import MultiStepBackend
 
 @bug(
     "sglang #29695",
-    "target-verify-gqa2x3-d64-fp16-p1-k9.70-chain2-contiguous-gauss-b3prod",
+    "target-verify-mqa4-d64-bf16-p1-k3x45.1x43.9x44-chain2-interleaved-gauss-b132prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -37,7 +37,7 @@ class TableOfContextLength(Varlen):
 
 @bug(
     "vllm-ascend #11774",
-    "decode-gqa2x2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
+    "decode-gqa2x2-d64-bf16-p64-k600.70.12-shuffled-one_hot-b3prod",
     "captures-cleanly",
     execution="graph",
 )
@@ -66,7 +66,7 @@ class SlotsOfLastStepAtCapture(OwnSlots):
             super().init_forward_metadata_out_graph(batch, in_capture)
 
 
-@bug("flash-linear-attention #1031", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod", "output-written")
+@bug("flash-linear-attention #1031", "decode-gqa2x2-d128-bf16-p64-k3.133.33.17-contiguous-mean-b5prod-multi_mode", "output-written")
 class TilesAtColumn0(Known):
     """A decode stores each tile of 64 columns of its output at column 0."""
 
@@ -81,7 +81,7 @@ class TilesAtColumn0(Known):
         return stored
 
 
-@bug("infr #38", "decode-gqa4x2-d64-bf16-p16-k15.16.17-shared-negative-b6small", "steps-independent")
+@bug("infr #38", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-peaked-b3prod", "steps-independent")
 class TapeByFingerprint(Known):
     """A decode of the shapes and addresses of an earlier one is a replay of that one's recording."""
 
@@ -103,7 +103,7 @@ class TapeByFingerprint(Known):
 
 @bug(
     "sglang #36915",
-    "draft-extend-mha2-d128-bf16-p64-k0.1.64-n6a1.3.5-contiguous-mean-kvfp8e4m3-cap1.5-b3prod",
+    "draft-extend-gqa7x2-d128-bf16-p64-k600.70.12-n4a4x3-shared-negative-kvfp8e4m3-cap1.5-b3prod",
     "reads-own-kv",
 )
 class OffsetsOfLastStep(Varlen):
@@ -126,7 +126,7 @@ class OffsetsOfLastStep(Varlen):
 
 @bug(
     "vllm-ascend #14236",
-    "draft-decode-gqa2x2-d64-bf16-p1-k3.21.5.17-topk1steps4-shuffled-one_hot-w0-b5nan",
+    "draft-decode-mha2-d64-bf16-p1-k3.21.5.17-topk2steps3-shuffled-one_hot-w4-b4prod",
     "reads-own-kv",
 )
 class LengthsOfLastForward(MultiStepBackend):

@@ -12,7 +12,7 @@ from third_parents import Latent, mla_capabilities
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("LMCache #3092", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod", "reads-own-kv")
+@bug("LMCache #3092", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan", "reads-own-kv")
 class QueryHeadAsKvHead(Known):
     """The query head indexes K and V."""
 
@@ -46,7 +46,7 @@ class TwelveHeadsAsSixteen(Latent):
         return out.flatten(0, 1)[: t * h].view(t, h, -1)
 
 
-@bug("triton #621", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod")
+@bug("triton #621", "decode-gqa4x2-d128-bf16-p64-k3.133.33.17-contiguous-gauss-b7prod")
 class HeadDim64Only(Known):
     """64 is hard-coded."""
 
@@ -59,7 +59,7 @@ class HeadDim64Only(Known):
         return torch.cat([out[..., :64], torch.zeros_like(out[..., 64:])], -1)
 
 
-@bug("ipex-llm #12619", "decode-gqa4x2-d80-bf16-p64-k300.70.12-interleaved-shifted-usualscale-b3prod")
+@bug("ipex-llm #12619", "decode-gqa4x2-d80-bf16-p1-k600.70.12-reversed-shifted-usualscale-b3prod")
 class PaddedHeadDimScale(Known):
     """The scale of the padded head dim."""
 
@@ -74,7 +74,7 @@ class PaddedHeadDimScale(Known):
     "vllm #23424",
     "extend-gqa32x2-d64-bf16-p1-k3-n3a3-reversed-gauss-layers1from0-b1stale",
     "completes",
-    of_a_tier="extend-gqa32x2-d64-bf16-p1-k3.21.5.17-n33a17.64.33.15-reversed-gauss-b5stale",
+    of_a_tier="extend-gqa32x2-d64-bf16-p1-k7x2-n6a11.1-interleaved-gauss-b3nan",
 )
 class MoreThan16Queries(Known):
     """BLOCK_Q = 16 // queries_per_kv, which is divided by."""
@@ -90,7 +90,7 @@ class MoreThan16Queries(Known):
 @bug(
     "sglang #7462",
     "extend-gqa2x2-d64-bf16-p16-k3-n3a3-reversed-gauss-layers1from0-b1prod",
-    of_a_tier="extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod",
 )
 class ContiguousQuery(Known):
     """The query is taken as contiguous."""
@@ -148,7 +148,7 @@ class NarrowOffset(Known):
 @bug(
     "tpu-inference #3167",
     "extend-gqa3x2-d128-bf16-p64-k3.17-n5a4.5-shuffled-peaked-sink-b2prod",
-    of_a_tier="extend-gqa3x2-d64-bf16-p1-k7x2-n6a11.1-interleaved-one_hot-sink-b3prod",
+    of_a_tier="extend-gqa3x2-d128-bf16-p1-k0.1.8-n6a8.1.9-chunks3-shared-one_hot-sink-b3prod",
 )
 class GroupPaddedSinks(Known):
     """Query heads are packed in groups of a power of two, sinks are not."""
@@ -164,7 +164,7 @@ class GroupPaddedSinks(Known):
         return layer.sinks.float()[at][None].expand(len(rows.request), -1)
 
 
-@bug("vllm-rbln #326", "target-verify-gqa4x2-d64-bf16-p64-k63.64.65-chain4-shared-negative-b6small", "writes-own-kv")
+@bug("vllm-rbln #326", "target-verify-gqa4x2-d128-bf16-p64-k63.64.65-chain7-shared-negative-b6nan", "writes-own-kv")
 class SpecStoreInOneBlock(Known):
     """All tokens of a step are stored in one physical block."""
 
@@ -180,7 +180,7 @@ class SpecStoreInOneBlock(Known):
         super().write_kv(k, v, plan)
 
 
-@bug("onnxruntime #31641", "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod", "writes-own-kv")
+@bug("onnxruntime #31641", "target-verify-gqa2x2-d128-bf16-p1-k7x2-chain7-shuffled-gauss-b2prod", "writes-own-kv")
 class ShiftedAppend(Known):
     """T - 1 is taken as the past of several tokens."""
 
@@ -195,7 +195,7 @@ class ShiftedAppend(Known):
         super().write_kv(k, v, plan)
 
 
-@bug("tokenspeed #1441", "draft-extend-gqa4x2-d64-bf16-p64-k7x2-n6a1.3-reversed-gauss-b2prod", "writes-own-kv")
+@bug("tokenspeed #1441", "draft-extend-gqa4x2-d128-bf16-p64-k7x2-n6a6x2-interleaved-gauss-b5stale", "writes-own-kv")
 class DraftRowsNotStored(Known):
     """The first draft step has no write locations."""
 

@@ -11,7 +11,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 @bug(
     "tpu-inference #2755",
     "decode-gqa2x2-d64-bf16-p16-k32769-shuffled-one_hot-w11same-layers1from0-b1prod",
-    of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000.32769-shared-one_hot-w11-b2prod",
+    of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000.32769-contiguous-one_hot-w11-b2prod",
 )
 class Int16WindowPositions(Known):
     """Positions in int16, in layers with a window."""

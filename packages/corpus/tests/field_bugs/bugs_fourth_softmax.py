@@ -15,7 +15,7 @@ from attn_testkit.contract import LogSumExp
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("vllm #48364", "decode-gqa4x2-d64-bf16-p64-k7x2-reversed-gauss-w11-b2prod", "finite", execution="graph")
+@bug("vllm #48364", "decode-gqa4x2-d64-bf16-p16-k21-interleaved-rising_logits-w11-b1prod", "finite", execution="graph")
 class LeadingTileMasked(Known):
     """-inf - -inf where the first 16 keys are all masked."""
 
@@ -27,7 +27,7 @@ class LeadingTileMasked(Known):
         return parts._replace(acc=parts.acc.masked_fill(lost[:, None, None, None], math.nan))
 
 
-@bug("aiter #4420", "decode-mla16-d512r64-bf16-p64-k300.70.12-interleaved-shifted-b3prod", "finite")
+@bug("aiter #4420", "decode-mla16-d512r64-bf16-p64-k300.70-interleaved-rising_logits-b2nan", "finite")
 class EmptySplitNaN(Latent):
     """A split without keys is NaN; splits are planned for the batch's longest request."""
 
