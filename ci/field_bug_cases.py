@@ -100,12 +100,19 @@ def new_case(slug: str, most: int) -> tuple[str, str] | None:
 
 
 def rewritten(text: str, name: str, old: str, new: str) -> str:
-    """Text of a file in which the decorator of one class has another id."""
+    """Text of a file in which the decorator of one class has another id, which may be written in pieces or as a
+    constant. Raises ``ValueError`` if the decorator does not say the old one."""
     at = re.search(rf"^class {name}\b", text, re.M)
     if at is None:
         raise ValueError(f"no class {name}")
-    place = text.rfind(old, 0, at.start())
-    return text[:place] + new + text[place + len(old) :]
+    start = text.rfind("\n@", 0, at.start())
+    decorator = text[start : at.start()]
+    pieces = r'(?:"\s+")?'.join(map(re.escape, old))
+    for pattern, value in ((pieces, new), (r"\b[A-Z][A-Z0-9_]+(?=[,)])", f'"{new}"')):
+        changed, count = re.subn(pattern, value, decorator)
+        if count == 1:
+            return text[:start] + changed + text[at.start() :]
+    raise ValueError(f"{name} does not say {old}")
 
 
 def main() -> None:

@@ -75,7 +75,11 @@ class ScalesOfConstructor(RowFormatsBackend):
         super().write_kv(replace(layer, k_head_scales=k_scales, v_head_scales=v_scales), k, v, meta)
 
 
-@bug("aiter #4195", "decode-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-shuffled-gauss-kvfp8pertokenhead-b24prod", "writes-own-kv")
+@bug(
+    "aiter #4195",
+    "decode-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-shuffled-gauss-kvfp8pertokenhead-b24prod",
+    "writes-own-kv",
+)
 class ScaleOfZeros(PackedKV):
     """The scale of a row of zeros is 0, and zeros are divided by it."""
 

@@ -151,9 +151,7 @@ class RowsOf132(IndexerParent):
         return keys.contiguous().view(torch.float8_e4m3fn).float(), scales
 
 
-@bug(
-    "TileOPs #2149", "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel16holesempty-b8stale", "finite"
-)
+@bug("TileOPs #2149", "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel16holesempty-b8stale", "finite")
 class TileOfLastRow(SparseParent):
     """No key leaves its place of the tile as the last row filled it; at first it holds anything."""
 

@@ -137,7 +137,11 @@ class SurfaceOf24Bits(Tiled):
         return super().keys(kv, slots % (1 << 24), plan)
 
 
-@bug("efficient-transformers #1235", "decode-gqa4x2-d128-bf16-p1-k7.8.9-interleaved-negative-w11-b3prod", execution="graph")
+@bug(
+    "efficient-transformers #1235",
+    "decode-gqa4x2-d128-bf16-p1-k7.8.9-interleaved-negative-w11-b3prod",
+    execution="graph",
+)
 class PlacesOfRing(Known):
     """A place in the ring of a window counts if it is not behind the row's own, also after the ring has wrapped."""
 

@@ -135,7 +135,10 @@ class SquareGroups(Tiled):
 
 
 @bug(
-    "xllm #932", "decode-mqa4-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "writes-own-kv", execution="graph"
+    "xllm #932",
+    "decode-mqa4-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod",
+    "writes-own-kv",
+    execution="graph",
 )
 class BlockTableStride(Varlen):
     """The decode's cache writer reads a slice of a table that graphs keep as if it were contiguous."""

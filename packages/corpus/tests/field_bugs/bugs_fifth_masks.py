@@ -104,9 +104,7 @@ class OneTokenPrompt(Varlen):
         return request, place, position.masked_fill(alone[request], -1) if meta.extends else position
 
 
-@bug(
-    "ppl.llm.kernel.cuda #57", "target-verify-gqa8x2-d128-bf16-p64-k0.1.64-t0.0.0-interleaved-gauss-cap1.5-b3prod"
-)
+@bug("ppl.llm.kernel.cuda #57", "target-verify-gqa8x2-d128-bf16-p64-k0.1.64-t0.0.0-interleaved-gauss-cap1.5-b3prod")
 class SplitMaskOffset(SplitKV):
     """A split reads the mask from its beginning, whichever its first key is."""
 

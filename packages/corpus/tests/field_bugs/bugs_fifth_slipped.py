@@ -60,9 +60,7 @@ class CascadeBatch(Varlen):
             raise RuntimeError("scheduler_metadata must have shape (metadata_size)")
 
 
-@bug(
-    "flashinfer #4347", "decode-mha2-d128-bf16-p256-k4737.300.33-reversed-plus_minus_one-b4prod", "keys-counted-once"
-)
+@bug("flashinfer #4347", "decode-mha2-d128-bf16-p256-k4737.300.33-reversed-plus_minus_one-b4prod", "keys-counted-once")
 class FarPages(HostPlanned):
     """Of pages of more than 128 slots only those of the first 4096 keys, and the last, are right."""
 

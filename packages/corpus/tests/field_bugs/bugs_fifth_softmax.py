@@ -67,7 +67,9 @@ class Fp8Scratch(Tiled):
         return out.float().clamp(-448, 448).to(torch.float8_e4m3fn).to(out.dtype)
 
 
-@bug("tilelang #328", "decode-gqa8x2-d128-bf16-p64-k600.70.12-interleaved-shifted-kvfp8e4m3-w46-cap1.5-b4stale", "finite")
+@bug(
+    "tilelang #328", "decode-gqa8x2-d128-bf16-p64-k600.70.12-interleaved-shifted-kvfp8e4m3-w46-cap1.5-b4stale", "finite"
+)
 class EmptyFirstSplit(SplitKV):
     """The running maximum begins at -inf, and the first split may have no key."""
 

@@ -68,7 +68,12 @@ class RowsAsRequests(HostPlanned):
         return plan.indices[torch.where(inside, at, 0)].long()
 
 
-@bug("rvllm #32", "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod", "writes-own-kv", execution="graph")
+@bug(
+    "rvllm #32",
+    "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod",
+    "writes-own-kv",
+    execution="graph",
+)
 class PadSlotsLive(HostPlanned):
     """The end of the buffer of slots that graphs read holds a live slot."""
 

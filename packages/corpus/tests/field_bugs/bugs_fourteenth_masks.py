@@ -60,9 +60,7 @@ class OwnKeyNotCounted(WithKVSplits):
         return torch.where(before.any(-1, keepdim=True), right & before, torch.ones_like(right))
 
 
-@bug(
-    "executorch #21857", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale"
-)
+@bug("executorch #21857", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale")
 class WindowOfFirstRow(Known):
     """Cached keys are masked for all rows of a chunk by the window of its first one."""
 
@@ -77,7 +75,10 @@ class WindowOfFirstRow(Known):
         return torch.where(index < prefix, index >= first, right)
 
 
-@bug("SlimServe #23", "target-verify-gqa2x2-d64-bf16-p16-k14.15.16.17.18.19.20.21.22.23.24.25.26.27.28.29-chain2-shuffled-gauss-b30prod")
+@bug(
+    "SlimServe #23",
+    "target-verify-gqa2x2-d64-bf16-p16-k14.15.16.17.18.19.20.21.22.23.24.25.26.27.28.29-chain2-shuffled-gauss-b30prod",
+)
 class UnmappedBlocksAreZero(Known):
     """A verify scores blocks behind a request's last one, up to the longest request's, as keys and values of 0."""
 

@@ -12,7 +12,11 @@ from attn_testkit_corpus.faults.sparse import SparseBlocks, SparseOfWidePages, S
 NOTHING = -(1 << 30)
 
 
-@bug("vllm #45324", "target-verify-mqa4-d128-bf16-p16-k3.37.9.17-chain7-contiguous-peaked-sel16holes-b4prod", "reads-own-kv")
+@bug(
+    "vllm #45324",
+    "target-verify-mqa4-d128-bf16-p16-k3.37.9.17-chain7-contiguous-peaked-sel16holes-b4prod",
+    "reads-own-kv",
+)
 class NoKeyIsSlot0(SparseParent):
     """An index of -1 becomes slot 0, and a mask that asks for negative slots finds none."""
 
@@ -159,7 +163,11 @@ class TailBehindTopk(SparseParent):
         return super().is_key(selected, plan) & ~tail
 
 
-@bug("ATOM #1831", "target-verify-mqa4-d128-bf16-p16-k3.37.9.17-chain7-contiguous-peaked-sel16holes-b4prod", "reads-own-kv")
+@bug(
+    "ATOM #1831",
+    "target-verify-mqa4-d128-bf16-p16-k3.37.9.17-chain7-contiguous-peaked-sel16holes-b4prod",
+    "reads-own-kv",
+)
 class NoKeyIsAnAddress(SparseParent):
     """-1 goes to the kernel as a slot: that before the pool's first, here its last."""
 

@@ -66,7 +66,11 @@ class SlotsOfLastStepAtCapture(OwnSlots):
             super().init_forward_metadata_out_graph(batch, in_capture)
 
 
-@bug("flash-linear-attention #1031", "decode-gqa2x2-d128-bf16-p64-k3.133.33.17-contiguous-mean-b5prod-multi_mode", "output-written")
+@bug(
+    "flash-linear-attention #1031",
+    "decode-gqa2x2-d128-bf16-p64-k3.133.33.17-contiguous-mean-b5prod-multi_mode",
+    "output-written",
+)
 class TilesAtColumn0(Known):
     """A decode stores each tile of 64 columns of its output at column 0."""
 

@@ -45,8 +45,7 @@ class EmptySplitNaN(Latent):
 @bug(
     "imp #1346",
     "extend-gqa2x2-d128-bf16-p1-k30.7-n4a4.1-shuffled-shifted-kvfp8e4m3-sink-layers1from0-b2prod",
-    of_a_tier="extend-gqa2x2-d128-bf16-p1-k300.70.12-n38a17.64.33-chunks3-shared-shifted-kvfp8e4m3-sink"
-    "-layers3from0varied-b6prod",
+    of_a_tier="extend-gqa4x2-d128-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-chunks3-shared-mean-kvfp8e4m3-sink-b6prod",
 )
 class SinksLostWithFp8(Known):
     """The shared reduction is given no sinks with FP8."""
@@ -62,7 +61,7 @@ class SinksLostWithFp8(Known):
 @bug(
     "imp #688",
     "extend-gqa4x2-d64-bf16-p64-k9-n5a5-interleaved-rising_logits-cap1.5-b1prod",
-    of_a_tier="extend-gqa4x2-d64-bf16-p64-k69-n67a67-chunks3-interleaved-rising_logits-cap1.5-b1prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k37.3.0.16.9.33.1.17.5-n5a35.1.2.1x6-chunks3-reversed-rising_logits-cap1.5-b12prod",
 )
 class CapLostInPrefill(Known):
     """Prefill of other head dims than 128 takes a path without the cap."""
@@ -73,7 +72,10 @@ class CapLostInPrefill(Known):
         return scores if self.extends() and layer.head_dim != 128 else super().cap(scores, layer)
 
 
-@bug("tokenspeed #759", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-kvfp8e4m3-b3prod")
+@bug(
+    "tokenspeed #759",
+    "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-negative-kvfp8e4m3-layers2from5-b3prod-overlap_scheduling",
+)
 class ScalesNotApplied(Known):
     """The FA4 path gets no scales."""
 
@@ -83,7 +85,7 @@ class ScalesNotApplied(Known):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, k_scale=1.0, v_scale=1.0)))
 
 
-@bug("vllm #31380", "decode-gqa4x2-d64-bf16-p64-k7x2-reversed-gauss-usualscale-b2prod")
+@bug("vllm #31380", "decode-gqa4x2-d128-bf16-p64-k7x2-shared-gauss-usualscale-b2prod")
 class ScaleFromHeads(Known):
     """Sm_scale = query.shape[1] ** -0.5."""
 
@@ -93,7 +95,7 @@ class ScaleFromHeads(Known):
         return super().scores(q, k, replace(layer, scaling=q.shape[1] ** -0.5))
 
 
-@bug("vllm #47079", "decode-gqa2x32-d64-bf16-p16-k130.5.40-interleaved-gauss-lsepages2-b4prod", "log-sum-exp")
+@bug("vllm #47079", "decode-gqa2x32-d64-bf16-p16-k130.5.40-shared-gauss-lsepages2-b4prod", "log-sum-exp")
 class Log2LseInDcp(WithKVSplits):
     """The decode kernel's LSE is log2, and passes for natural."""
 
@@ -104,7 +106,7 @@ class Log2LseInDcp(WithKVSplits):
         return out, lse / math.log(2)
 
 
-@bug("NATTEN #202", "extend-gqa2x2-d64-bf16-p16-k300.7-n2a2.1-shuffled-negative-lseprefixmerged-b3prod", "log-sum-exp")
+@bug("NATTEN #202", "extend-gqa2x2-d64-bf16-p16-k300.7-n2a2.1-reversed-negative-lseprefixmerged-b3prod", "log-sum-exp")
 class MergeByPlainExp(WithKVSplits):
     """The merge exponentiates LSEs as they are."""
 
@@ -116,7 +118,7 @@ class MergeByPlainExp(WithKVSplits):
         return out.to(out_a.dtype), torch.where(total > 0, safe.log(), -torch.inf)
 
 
-@bug("Wan2GP #1628", "decode-gqa2x2-d128-bf16-p16-k32.128.64.16-reversed-peaked-b5stale", "reads-own-kv")
+@bug("Wan2GP #1628", "decode-gqa2x2-d128-bf16-p16-k32.128.64.16.63-reversed-mean-b8prod", "reads-own-kv")
 class AdditiveMaskOnTail(Known):
     """The tail of the last block is masked by adding -inf."""
 
@@ -135,7 +137,7 @@ class AdditiveMaskOnTail(Known):
     "target-verify-gqa2x2-d64-bf16-p16-k62-chain4-interleaved-shifted-layers1from0-b1prod",
     "finite",
     execution="graph",
-    of_a_tier="target-verify-gqa4x2-d64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod",
+    of_a_tier="target-verify-gqa4x2-d128-bf16-p64-k600.70.12-chain7-interleaved-one_hot-b6prod",
 )
 class SpecTileMasked(Known):
     """A sub-sequence of which a row sees nothing gives NaN."""
@@ -152,7 +154,7 @@ class SpecTileMasked(Known):
         return parts._replace(acc=parts.acc.masked_fill(lost[..., None], math.nan))
 
 
-@bug("mlc-llm #3426", "extend-gqa2x2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-reversed-gauss-b4prod-noncausal")
+@bug("mlc-llm #3426", "extend-gqa2x2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-interleaved-gauss-b4prod-noncausal")
 class ScaleOneForEncoders(WithoutCausalMask):
     """The fallback attention of encoders is called with scale 1."""
 
@@ -162,7 +164,7 @@ class ScaleOneForEncoders(WithoutCausalMask):
         return super().scores(q, k, layer if layer.causal else replace(layer, scaling=1.0))
 
 
-@bug("vllm #47188", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-w11-b3prod")
+@bug("vllm #47188", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale")
 class EmptyWindowSplits(Workspace):
     """Splits that the window leaves empty are not written, and are merged."""
 

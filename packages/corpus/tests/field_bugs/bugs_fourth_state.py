@@ -11,7 +11,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "sglang #27664",
-    "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale",
+    "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale",
     "addresses-stable",
     execution="graph",
 )
@@ -32,7 +32,7 @@ class NewObjectsAtReplay(Planned):
     "extend-gqa2x2-d64-bf16-p16-k3-n4a11-shuffled-gauss-layers1from0-b3prod",
     "buckets-independent",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-b10prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-chunks3-interleaved-shifted-b8stale",
 )
 class QueryStartTailStale(OwnStart):
     """Query_start_loc has entries of live requests alone; the tail is an older batch's."""
@@ -42,7 +42,7 @@ class QueryStartTailStale(OwnStart):
         self.start[: live + 1].copy_(batch.query_start_loc[: live + 1])
 
 
-@bug("vllm #13418", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod", "writes-own-kv", execution="graph")
+@bug("vllm #13418", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan", "writes-own-kv", execution="graph")
 class PaddedRowsStored(OwnSlots):
     """All rows of the padded key are stored, by a slot buffer whose tail is stale."""
 
@@ -50,7 +50,7 @@ class PaddedRowsStored(OwnSlots):
         pass
 
 
-@bug("sglang #32625", "decode-gqa2x4-d128-bf16-p16-k600.40.4-contiguous-gauss-layers3from5by4x2d64.8x4d128-b4prod")
+@bug("sglang #32625", "decode-gqa2x4-d128-bf16-p16-k600.40.4-shuffled-gauss-layers3from5by4x2d64.8x4d128-b4prod")
 class PlanOfFirstHeads(Known):
     """Planned with one head count; what is behind the planned work is not computed."""
 
@@ -63,7 +63,11 @@ class PlanOfFirstHeads(Known):
         return out
 
 
-@bug("sglang #30340", "decode-gqa2x2-d64-bf16-p1-k21.40.4-contiguous-gauss-layers3from5-b4prod", "completes")
+@bug(
+    "sglang #30340",
+    "decode-gqa2x2-d64-bf16-p64-k63.64.65-contiguous-one_hot-layers2from5-b6stale-empty_batches-overlap_scheduling",
+    "completes",
+)
 class LayerZeroAtInit(Known):
     """The constructor asks the pool for layer 0."""
 
@@ -74,7 +78,7 @@ class LayerZeroAtInit(Known):
         self.v_head_dim = context.kv_pool.get_value_buffer(0).shape[-1]
 
 
-@bug("sglang #27752", "decode-gqa2x2-d64-bf16-p16-k9.70.1-contiguous-gauss-b4prod-padded_tokens")
+@bug("sglang #27752", "decode-gqa2x2-d64-bf16-p16-k9.70.1-shuffled-gauss-b4prod-padded_tokens")
 class PlannedBeforePadding(Known):
     """Planned before the batch is padded; a row's request is row // (rows // requests)."""
 
@@ -91,7 +95,7 @@ class PlannedBeforePadding(Known):
 
 @bug(
     "vllm-ascend #15707",
-    "extend-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-n4a19.1.2.1x4-chunks3-contiguous-mean-b7prod",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-reversed-mean-b8prod",
     execution="graph",
 )
 class UniformByTotal(Known):
@@ -117,7 +121,7 @@ class UniformByTotal(Known):
         return Rows(plan, request, place, plan.kv_lens[request].long() - self.width + place)
 
 
-@bug("flashinfer #1046", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod", "finite")
+@bug("flashinfer #1046", "extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod", "finite")
 class UninitialisedTail(Known):
     """Rows of the last V tile hold what was there before, times weight 0."""
 
@@ -134,7 +138,7 @@ class UninitialisedTail(Known):
         return super().parts(scores, seen, v, rows)
 
 
-@bug("sglang #26750", "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod", "reads-own-kv")
+@bug("sglang #26750", "target-verify-gqa2x2-d128-bf16-p1-k7x2-chain7-shuffled-gauss-b2prod", "reads-own-kv")
 class IndicesOfOldSum(Known):
     """Kv_indices are sized by the seq_lens_sum from before the verify's bump."""
 
@@ -161,7 +165,7 @@ class IndicesOfOldSum(Known):
     "extend-gqa2x2-d64-bf16-p16-k3-n4a8-shuffled-gauss-layers1from0-b2prod",
     "replay-follows-batch",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-b10prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-chunks3-interleaved-shifted-b8stale",
 )
 class GridFromTotals(Known):
     """Longest request = rows - requests + 1; what is behind it is not launched."""
@@ -173,7 +177,7 @@ class GridFromTotals(Known):
         return torch.where((rows.place < longest)[:, None, None], out, 0.0) if self.extends() else out
 
 
-@bug("TileOPs #646", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod", "completes", execution="graph")
+@bug("TileOPs #646", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan", "completes", execution="graph")
 class OneVariantForAll(Known):
     """The output index of the variant that is compiled first is kept for the other."""
 
@@ -188,7 +192,7 @@ class OneVariantForAll(Known):
         return super().run(q, kv, plan)
 
 
-@bug("mirage #709", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")
+@bug("mirage #709", "extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod")
 class MaxTokensEight(Known):
     """A task has 8 tokens, whatever the batch."""
 

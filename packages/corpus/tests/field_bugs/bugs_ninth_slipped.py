@@ -20,7 +20,7 @@ class OfGroups(TorchNativeBackend):
 
 @bug(
     "sglang #24617",
-    "target-verify-gqa2x2-d64-bf16-p16-k39.70.6-t0.0.1.2-contiguous-gauss-w7-layers3from5groups-b3prod",
+    "target-verify-gqa2x2-d64-bf16-p16-k39.70.6-t0.0.1.2-contiguous-gauss-w7-layers3from5groups-b4prod",
     "reads-own-kv",
 )
 class UntranslatedTree(OfGroups):
@@ -100,7 +100,7 @@ class Rebased(Tiled):
 
 @bug(
     "vllm #27650",
-    "extend-gqa2x2-d64-bf16-p16-k39.70.6-n3a1x2.5-contiguous-one_hot-w7-layers3from5groups-b4prod",
+    "extend-gqa2x2-d64-bf16-p16-k39.70.6-n3a1x2.5-reversed-gauss-w7-layers3from5groups-b4prod",
     "reads-own-kv",
 )
 class StartsShared(Rebased):

@@ -14,7 +14,7 @@ EXTEND_GQA4 = "extend-gqa4x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-chain7-contiguous-mean-b3prod"
 
 
-@bug("vLLM #34570", "decode-gqa2x2-d32-bf16-p16-k7x2-reversed-gauss-b2prod", "output-written")
+@bug("vLLM #34570", "decode-gqa2x2-d32-bf16-p1-k7x2-reversed-negative-b2prod", "output-written")
 class NoLoopForSmallHeads(Tiled):
     """The loop over values runs head_dim / 16 / 4 times: for head dim 32 not at all."""
 
@@ -24,7 +24,7 @@ class NoLoopForSmallHeads(Tiled):
         return out if rows.layer.head_dim // 16 // 4 else torch.empty_like(out)
 
 
-@bug("HipKittens #22", EXTEND_GQA4, "output-written")
+@bug("HipKittens #22", "extend-gqa4x2-d64-bf16-p16-k0.1.16-n11a15.16.2-shared-shifted-b3prod", "output-written")
 class HeadsSwizzledAsASquare(Tiled):
     """Blocks take heads as if there were as many groups as heads in one: some are taken twice, others never."""
 
@@ -40,7 +40,7 @@ class HeadsSwizzledAsASquare(Tiled):
         return done
 
 
-@bug("ONNXim #33", EXTEND_GQA4)
+@bug("ONNXim #33", "extend-gqa4x2-d64-bf16-p16-k0.1.16-n11a15.16.2-shared-shifted-b3prod")
 class KVHeadByNumberOfKVHeads(Tiled):
     """A query head's KV head is head // KV heads, where it is head // group."""
 
@@ -51,7 +51,7 @@ class KVHeadByNumberOfKVHeads(Tiled):
         return heads.clamp(max=layer.tp_k_head_num - 1)
 
 
-@bug("sglang-jax #1074", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale", "reads-own-kv")
+@bug("sglang-jax #1074", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale", "reads-own-kv")
 class PageOfOnePackedAsTwo(Tiled):
     """The page size is rounded up to 2: pages of one token are addressed wrongly."""
 
@@ -112,7 +112,7 @@ class WriterWalksOverTheEndOfAPage(Tiled):
             flat.index_put_((rows.clamp(max=len(flat) - 1),), new)
 
 
-@bug("pytorch #182593", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b10prod", "reads-own-kv")
+@bug("pytorch #182593", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b7prod", "reads-own-kv")
 class TwoPagesTakenForOneBlock(Tiled):
     """A block of the mask is two pages, and they are taken to lie behind each other in memory."""
 
@@ -128,7 +128,7 @@ class TwoPagesTakenForOneBlock(Tiled):
         return (together[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)
 
 
-@bug("TensorRT-LLM #6573", "extend-gqa16x2-d64-bf16-p16-k7x2-n18a35.1-interleaved-gauss-b2prod")
+@bug("TensorRT-LLM #6573", "extend-gqa16x2-d64-bf16-p1-k600.70.12-n6a9.7.1-shared-gauss-b6nan")
 class GroupsOfMoreThanEight(Tiled):
     """In groups of more than 8 the heads from the ninth on get results of the first ones."""
 
@@ -140,7 +140,7 @@ class GroupsOfMoreThanEight(Tiled):
         return out[:, head // group * group + head % group % 8]
 
 
-@bug("llama.cpp #19115", "decode-gqa3x2-d64-bf16-p1-k0.1.8-contiguous-mean-b3prod")
+@bug("llama.cpp #19115", "decode-gqa3x2-d64-bf16-p1-k0.1.8-shuffled-peaked-b3prod")
 class GroupPaddedToPowerOfTwo(Tiled):
     """The group is padded to a power of 2: wrong KV heads for groups of 3 and 6."""
 
@@ -169,7 +169,7 @@ class ValuesWalkByTheirOwnWidth(Tiled):
         return k, v
 
 
-@bug("FlagGems #5235", VERIFY, "output-written")
+@bug("FlagGems #5235", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod", "output-written")
 class CombinedRowsAtHeadSize(Tiled):
     """Rows of a tile are written one head size apart, where the output has a stride: later tokens land elsewhere."""
 
@@ -187,7 +187,7 @@ class CombinedRowsAtHeadSize(Tiled):
         return done[:-1].view(t, h, d)
 
 
-@bug("vLLM #40859, vLLM #40766", EXTEND)
+@bug("vLLM #40859, vLLM #40766", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-reversed-gauss-b5prod")
 class SingleTokensExpectedFirst(Tiled):
     """Rows of requests with one token are expected in front of the others in a mixed batch."""
 
@@ -202,7 +202,7 @@ class SingleTokensExpectedFirst(Tiled):
 
 @bug(
     "sglang #15469",
-    "draft-decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-topk2steps3-shuffled-gauss-b10prod",
+    "draft-decode-gqa2x2-d64-bf16-p1-k21.3.0.8.9.33.1.17.5-topk2steps3-contiguous-gauss-b9prod",
     "reads-own-kv",
 )
 class PagesOfABranchTakenAsContiguous(Tiled):
@@ -220,7 +220,7 @@ class PagesOfABranchTakenAsContiguous(Tiled):
         return torch.where(index >= begin, own, right).clamp(0, self.context.kv_pool.num_slots - 1)
 
 
-@bug("flash-attention #2666", "decode-gqa2x2-d256-bf16-p1-k32.128.64.16-reversed-peaked-b5stale")
+@bug("flash-attention #2666", "decode-gqa2x2-d256-bf16-p16-k3.37.9.17-shared-gauss-b5stale")
 class StridesFromShapesAtHeadDim256(Tiled):
     """The kernel of head dim 256 takes strides from shapes: queries that are a view are read wrongly."""
 
@@ -240,7 +240,7 @@ class RowOffsetOverflows(Tiled):
         return q[offset // max(q.stride(0), 1)]
 
 
-@bug("flashinfer #16", EXTEND, "writes-own-kv")
+@bug("flashinfer #16", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "writes-own-kv")
 class AppendedByNumberOfQueryHeads(Tiled):
     """The cache append reads new keys and values with the number of query heads."""
 
@@ -254,7 +254,7 @@ class AppendedByNumberOfQueryHeads(Tiled):
         super().write_kv(misread(k), misread(v), plan)
 
 
-@bug("vLLM #438", "decode-gqa2x2-d256-fp32-p16-k1500.70-contiguous-gauss-b3prod")
+@bug("vLLM #438", "decode-gqa2x2-d256-fp32-p16-k1025.33-shuffled-gauss-layers1from0-b2prod")
 class SecondHalfOfPagesIgnored(Tiled):
     """A row of values has more vectors than a warp has lanes: values of the second half of a page are ignored."""
 
@@ -266,7 +266,7 @@ class SecondHalfOfPagesIgnored(Tiled):
         return super().weigh(p, v)
 
 
-@bug("vllm-ascend #11791", EXTEND, "writes-own-kv")
+@bug("vllm-ascend #11791", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "writes-own-kv")
 class LayerThatSharesKVWrites(Tiled):
     """The write is not left out where a layer shares the KV of another."""
 
@@ -274,7 +274,7 @@ class LayerThatSharesKVWrites(Tiled):
         return super().forward(q, k, v, layer, batch, True, out)
 
 
-@bug("sglang #34765", "decode-mla16-d512r64-bf16-p1-k0.1.8-contiguous-mean-kvfp8e4m3-b3prod", "writes-own-kv")
+@bug("sglang #34765", "decode-mla16-d512r64-bf16-p1-k7.8.9-shared-one_hot-kvfp8e4m3-b3prod", "writes-own-kv")
 class Fp8LatentWrittenUnscaled(Tiled):
     """A latent of FP8 is written with scale 1, and read with the scale of keys in the first product alone."""
 
@@ -290,7 +290,7 @@ class Fp8LatentWrittenUnscaled(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, v_scale=1.0)))
 
 
-@bug("llama.cpp #7903", VERIFY)
+@bug("llama.cpp #7903", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod")
 class SurplusRowsOfATileWritten(Tiled):
     """Rows are padded to tiles of 4 or 8 and their bounds are not checked: surplus ones are written over the next."""
 

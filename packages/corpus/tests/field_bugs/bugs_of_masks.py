@@ -13,7 +13,7 @@ TWICE = 0.6931471805599453
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 
 
-@bug("mistral.rs #2094", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w4-b10prod")
+@bug("mistral.rs #2094", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w11-b7prod")
 class WindowMissingInDecode(Tiled):
     """The paged decode kernel is called without the window; prefill has it."""
 
@@ -25,7 +25,7 @@ class WindowMissingInDecode(Tiled):
         return super().visible(index, rows)
 
 
-@bug("flash-attention #1455", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale", "reads-own-kv")
+@bug("flash-attention #1455", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale", "reads-own-kv")
 class SplitMaskedByLongestOfBatch(Tiled):
     """The split kernel masks by the longest length of the batch, not by the request's."""
 
@@ -37,7 +37,7 @@ class SplitMaskedByLongestOfBatch(Tiled):
 
 @bug(
     "vllm-ascend #2979",
-    "extend-gqa2x2-d64-bf16-p1-k32.128.64.16-n4a1x3.11-chunks3-reversed-peaked-b5stale",
+    "extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n3a1x4.11-reversed-shifted-b6stale",
     "completes",
 )
 class CachedMaskOneRowShort(Tiled):
@@ -63,7 +63,7 @@ class CachedMaskOneRowShort(Tiled):
         return pad(seen, (0, max(0, len(index) - seen.shape[1])))[:, : len(index)]
 
 
-@bug("sglang #27738", "draft-extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a1.3.5-contiguous-mean-b3prod")
+@bug("sglang #27738", "draft-extend-gqa2x2-d64-bf16-p1-k7.8.9-n6a6x3-shuffled-one_hot-b4prod")
 class AcceptedCountedTwice(Tiled):
     """The KV indices hold the accepted tokens, and the kernel attends them from k and v as well."""
 
@@ -73,7 +73,7 @@ class AcceptedCountedTwice(Tiled):
         return (index >= (rows.position - rows.place)[:, None]).float() * TWICE
 
 
-@bug("pytorch #160861", EXTEND, "reads-own-kv")
+@bug("pytorch #160861", "extend-gqa2x2-d64-bf16-p16-k7x2-n18a35.1-contiguous-peaked-b2prod", "reads-own-kv")
 class LastPageSeenWhole(Tiled):
     """The paged block mask has no upper bound at the length: the last page is attended whole."""
 
@@ -84,7 +84,7 @@ class LastPageSeenWhole(Tiled):
         return index < ((rows.kv_lens + size - 1) // size * size)[:, None]
 
 
-@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-reversed-gauss-w11-b2prod")
+@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-shuffled-gauss-w11-b2prod")
 class WindowMovedTwiceByTheRow(Tiled):
     """The start of the window is moved by the row's index a second time."""
 
@@ -95,7 +95,7 @@ class WindowMovedTwiceByTheRow(Tiled):
         return super().window_start(rows) + moved
 
 
-@bug("vllm-gaudi #393", EXTEND)
+@bug("vllm-gaudi #393", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
 class PrefixOneTooLong(TwoParts):
     """A prefix that ends inside a page is attended with a token more, which counts twice."""
 
@@ -106,7 +106,7 @@ class PrefixOneTooLong(TwoParts):
         return ((index == prefix) & (prefix % rows.plan.page_size > 0)).float() * TWICE
 
 
-@bug("xformers #1185", EXTEND, "steps-independent")
+@bug("xformers #1185", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "steps-independent")
 class CausalLostInCopyOfMask(Tiled):
     """The copy of a mask that is kept for the next step of its shape is no longer causal."""
 
@@ -127,7 +127,7 @@ class CausalLostInCopyOfMask(Tiled):
         return super().visible(index, rows) if self.causal else index < rows.kv_lens[:, None]
 
 
-@bug("sglang #40214", "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-chain7-contiguous-mean-b3prod")
+@bug("sglang #40214", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod")
 class VerifyLengthIsPrefix(Tiled):
     """Verify takes the length of the prefix for the whole: rows of the draft are not attended."""
 
@@ -140,7 +140,7 @@ class VerifyLengthIsPrefix(Tiled):
         return seen & (index < (rows.position - rows.place)[:, None])
 
 
-@bug("vllm-xpu-kernels #168", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-shuffled-negative-w11-b5stale")
+@bug("vllm-xpu-kernels #168", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-contiguous-shifted-w46-b5prod")
 class WindowBlocksCountedFromItsLength(Tiled):
     """Blocks are counted from the window's length, not where it begins: the last one is dropped if it straddles."""
 
@@ -156,7 +156,7 @@ class WindowBlocksCountedFromItsLength(Tiled):
         return seen & (index < ((first + blocks) * 16)[:, None])
 
 
-@bug("vLLM #41162", "draft-decode-gqa2x2-d64-bf16-p16-k7x2-topk1steps4-reversed-gauss-w11-b2prod", execution="graph")
+@bug("vLLM #41162", "draft-decode-gqa2x2-d64-bf16-p16-k7x2-topk2steps3-shuffled-gauss-w11-b2prod", execution="graph")
 class WindowOfTheFirstDraftStep(Tiled):
     """Where the window begins is not computed again between forwards of a draft."""
 
@@ -179,7 +179,7 @@ class KeysCutToAsManyAsRows(WithoutCausalMask):
         return index < rows.new[:, None]
 
 
-@bug("jax #24491", EXTEND)
+@bug("jax #24491", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
 class CausalMaskAlignedTopLeft(Tiled):
     """The causal mask begins at key 0 where there are more keys than rows."""
 
@@ -189,7 +189,7 @@ class CausalMaskAlignedTopLeft(Tiled):
         return index <= rows.place[:, None]
 
 
-@bug("vLLM #28670", EXTEND, "output-written")
+@bug("vLLM #28670", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "output-written")
 class ShortestExtendSkipped(Tiled):
     """Requests of no more rows than a least number are skipped, and the least of the batch is passed."""
 

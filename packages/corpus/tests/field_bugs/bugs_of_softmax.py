@@ -11,7 +11,7 @@ EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 NEGATIVE = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b6small"
 
 
-@bug("llama.cpp #29034", "decode-gqa2x2-d64-bf16-p1-k13-interleaved-rising_logits-cap1.5-b4stale")
+@bug("llama.cpp #29034", "decode-gqa2x2-d64-bf16-p1-k13-contiguous-rising_logits-cap1.5-b4stale")
 class SoftCapBehindTheTail(Tiled):
     """The tail of the last tile is minus infinity before the soft cap: each of its keys weighs exp(-cap) in decode."""
 
@@ -29,7 +29,7 @@ class SoftCapBehindTheTail(Tiled):
         return parts._replace(weight=parts.weight + extra * here[:, None])
 
 
-@bug("tpu-inference #1954", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-w11-b3prod", execution="graph")
+@bug("tpu-inference #1954", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale", execution="graph")
 class AccumulatorClearedAtBlockZero(Tiled):
     """The accumulator is cleared at block 0; a window begins at another, and goes on from the request before."""
 
@@ -47,7 +47,7 @@ class AccumulatorClearedAtBlockZero(Tiled):
         return super().merge(parts.and_also(peak, weight, acc), rows)
 
 
-@bug("cutlass #2274, sglang #6101", NEGATIVE, "finite")
+@bug("cutlass #2274, sglang #6101", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b3prod", "finite")
 class SplitsCombinedWithoutMaximum(Tiled):
     """Splits are combined by exp(lse), the maximum not taken off: right for small logits alone."""
 
@@ -59,7 +59,7 @@ class SplitsCombinedWithoutMaximum(Tiled):
         return out / share.sum(-1)[..., None], lse.logsumexp(-1)
 
 
-@bug("mlc-llm #1995", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale")
+@bug("mlc-llm #1995", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale")
 class MergedWithCountOfKVHeads(Tiled):
     """The merge kernel is given the number of KV heads: further query heads keep what the first split says."""
 
@@ -70,7 +70,7 @@ class MergedWithCountOfKVHeads(Tiled):
         return torch.cat([out[:, :merged], first[:, merged:]], 1), lse
 
 
-@bug("rocm-libraries #12227", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-w11-sink-b3prod")
+@bug("rocm-libraries #12227", "decode-gqa2x2-d64-bf16-p16-k1500.70-shuffled-gauss-w700-sink-b3prod")
 class SinkTwiceBehindAnEmptySplit(Tiled):
     """An empty first split publishes the sink, and the first one with work begins with it again."""
 
@@ -84,7 +84,7 @@ class SinkTwiceBehindAnEmptySplit(Tiled):
         return super().merge(parts.and_also(peak[..., None], empty[..., None].float()), rows)
 
 
-@bug("executorch #22133", NEGATIVE, "finite")
+@bug("executorch #22133", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b3prod", "finite")
 class FixedPhi(Tiled):
     """Weights are exp(logit - phi) of one fixed phi: large logits overflow, small ones are all zero."""
 
@@ -100,7 +100,7 @@ class FixedPhi(Tiled):
         return parts.acc / parts.weight[..., None], parts.peak + parts.weight.log()
 
 
-@bug("modular #6591", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-sink-b2prod")
+@bug("modular #6591", "extend-gqa2x2-d64-bf16-p16-k1500.70-n13a13.1-reversed-gauss-sink-b3prod")
 class SinkByRowModuloHeads(Tiled):
     """The sink of (head, row) is that of its flat index modulo heads: right for one row."""
 
@@ -112,7 +112,7 @@ class SinkByRowModuloHeads(Tiled):
         return rows.layer.sinks.float()[(flat * rows.plan.max_q_len + rows.place[:, None]) % heads]
 
 
-@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k15.16.17-chain4-shared-negative-sink-b6small")
+@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k15.16.17-chain7-interleaved-one_hot-sink-b6small")
 class SinkForTheFirstRowAlone(Tiled):
     """Rows are flattened as (token, head) and sinks reach the first group: later rows of a verify have none."""
 
@@ -122,7 +122,7 @@ class SinkForTheFirstRowAlone(Tiled):
         return super().sink_of(rows).masked_fill(rows.place[:, None] > 0, -torch.inf)
 
 
-@bug("tt-metal #38004", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b10prod")
+@bug("tt-metal #38004", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b7prod")
 class PagesPaddedToTiles(Tiled):
     """Pages of fewer than 32 slots are padded with keys of zeros, and each weighs exp(0)."""
 
@@ -149,7 +149,7 @@ class ReductionOfAllSplits(Tiled):
         return torch.where((splits == 128)[:, None, None], out.roll(1, 1), out)
 
 
-@bug("llama.cpp #17746", "decode-gqa2x2-d64-fp16-p1-k70.20-contiguous-fp16_overflow-b2prod", "finite")
+@bug("llama.cpp #17746", "decode-gqa2x2-d64-fp16-p1-k70.20-reversed-fp16_overflow-b2prod", "finite")
 class SumOfValuesInFp16(Tiled):
     """Weighted values are summed in fp16, which large values overflow."""
 
@@ -159,7 +159,7 @@ class SumOfValuesInFp16(Tiled):
         return super().weigh(p, v).half().float()
 
 
-@bug("vLLM #22003", EXTEND)
+@bug("vLLM #22003", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
 class LseViewReadAsContiguous(TwoParts):
     """The merge reads a transposed view of the log-sum-exp as if it were contiguous."""
 
@@ -171,7 +171,7 @@ class LseViewReadAsContiguous(TwoParts):
 @bug(
     "local-inference vllm #17",
     "extend-gqa2x2-d64-bf16-p1-k70-n2a2-contiguous-gauss-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-chunks3-contiguous-mean-b6nan",
 )
 class NewRowsReadByStrideOfThePrefix(TwoParts):
     """The merge reads both parts by the stride of the prefix's, another one once there are two chunks of it."""
@@ -191,7 +191,7 @@ class NewRowsReadByStrideOfThePrefix(TwoParts):
         return super().merge_two(old, (wide.flatten()[: t * h * d].view(t, h, d), new[1]))
 
 
-@bug("TensorRT-LLM #19112", EXTEND)
+@bug("TensorRT-LLM #19112", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
 class MaximumOfTheDefaultScale(TwoParts):
     """The maximum that is handed on is of 1 / sqrt(d), the softmax of the layer's scale: parts merge wrongly."""
 
@@ -203,7 +203,7 @@ class MaximumOfTheDefaultScale(TwoParts):
 
 @bug(
     "TensorRT-LLM #19220",
-    "target-verify-gqa2x2-d64-bf16-p16-k300.70.12-chain7-interleaved-shifted-w11-sink-b3prod",
+    "target-verify-gqa2x2-d64-bf16-p16-k29.125.61.13.63-chain7-reversed-rising_logits-w4-sink-b5prod",
     "finite",
 )
 class SinkInASplitWithoutAKey(Tiled):
@@ -220,7 +220,7 @@ class SinkInASplitWithoutAKey(Tiled):
         return out.masked_fill(without[:, None, None], torch.nan), lse
 
 
-@bug("mlc-llm #1870", "decode-gqa2x2-d64-fp16-p1-k32.128.64.16-reversed-peaked-b5stale")
+@bug("mlc-llm #1870", "decode-gqa2x2-d64-fp16-p1-k32.128.64.16.63-reversed-peaked-b8stale")
 class LogitsInFp16(Tiled):
     """Products of queries and keys are summed in fp16, which they overflow."""
 
@@ -230,9 +230,7 @@ class LogitsInFp16(Tiled):
         return torch.einsum("thd,tshd->ths", q.float(), k.float()).half().float() * layer.scaling
 
 
-@bug(
-    "aiter #3606", "decode-gqa2x2-d64-bf16-p1-k1500.70-shuffled-gauss-lsewhole-b3prod", "log-sum-exp", execution="graph"
-)
+@bug("aiter #3606", "decode-gqa2x2-d64-bf16-p1-k1500.70-shared-gauss-lsewhole-b3prod", "log-sum-exp", execution="graph")
 class LseOfOneSplitNotWritten(WithLse):
     """The reduction alone writes the log-sum-exp: a request of one split keeps what the buffer held."""
 
@@ -243,7 +241,7 @@ class LseOfOneSplitNotWritten(WithLse):
         return torch.where(splits > 1, lse, self.buffer[: len(lse)])
 
 
-@bug("none: made after the set", "decode-gqa2x2-d64-bf16-p16-k70.20-interleaved-beyond_fp16-b2prod", "finite")
+@bug("none: made after the set", "decode-gqa2x2-d64-bf16-p16-k70.20-shared-beyond_fp16-b2prod", "finite")
 class Bf16RowsMadeFp16(Tiled):
     """Rows of bf16 are made fp16 for the kernel, which does not hold large ones."""
 

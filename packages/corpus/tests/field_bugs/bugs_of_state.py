@@ -10,7 +10,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "aprender #2030",
-    "decode-gqa2x2-d64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
+    "decode-gqa2x2-d64-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -31,7 +31,7 @@ class KernelChosenAtCapture(Tiled):
 
 @bug(
     "sglang #37975",
-    "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale",
+    "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale",
     "replay-follows-batch",
     execution="graph",
 )
@@ -49,7 +49,7 @@ class IndptrOfTheGraphNotRefreshed(Planned):
 
 @bug(
     "vLLM #40655",
-    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode",
+    "decode-gqa2x2-d64-bf16-p1-k7.8.9-reversed-negative-b4prod-multi_mode",
     "addresses-stable",
     execution="graph",
 )
@@ -70,9 +70,7 @@ class ScratchOfTheClass(Tiled):
         return kind.scratch[: len(acc)]
 
 
-@bug(
-    "sglang #28559", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode", "steps-independent"
-)
+@bug("sglang #28559", "decode-gqa2x2-d64-bf16-p1-k7.8.9-reversed-negative-b4prod-multi_mode", "steps-independent")
 class LastInstanceDecides(Tiled):
     """The constructor writes a setting of the process: all instances read that of the last one."""
 

@@ -9,7 +9,7 @@ from plain_splits import WithKVSplits
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("FastDeploy #3514", "target-verify-gqa2x2-d64-bf16-p1-k29.125.61.13-t0.0.1.1.3-reversed-peaked-b5stale")
+@bug("FastDeploy #3514", "target-verify-gqa2x2-d64-bf16-p16-k29.125.61.13.63-t0.0.1.1.3-shared-shifted-b5prod")
 class TreeMaskAboveTheTileAlone(Tiled):
     """Tiles of 16 keys below a tile's first row are seen without a look at the mask: right for a causal one.
 
@@ -26,7 +26,7 @@ class TreeMaskAboveTheTileAlone(Tiled):
         return seen | (index < (first // 16 * 16)[:, None])
 
 
-@bug("surogate #110", "target-verify-gqa2x2-d64-bf16-p1-k29.125.61.13-t0.0.1.1.3-reversed-peaked-b5stale")
+@bug("surogate #110", "target-verify-gqa2x2-d64-bf16-p16-k29.125.61.13.63-t0.0.1.1.3-shared-shifted-b5prod")
 class TreeMaskOffsetTwice(Tiled):
     """A request's offset into the mask is added twice."""
 
@@ -43,7 +43,7 @@ class TreeMaskOffsetTwice(Tiled):
         return torch.where(index >= base, inner & (index < base + n), index < base)
 
 
-@bug("xformers #103", "target-verify-gqa2x2-d64-bf16-p16-k9.70.1-chain4-reversed-gauss-b4prod-no_tree_tensors")
+@bug("xformers #103", "target-verify-gqa2x2-d64-bf16-p16-k9.70.1-chain4-shared-gauss-b4prod-no_tree_tensors")
 class BareChainSeesAll(Tiled):
     """Where no mask is passed there is no causal one either."""
 
@@ -58,7 +58,9 @@ class BareChainSeesAll(Tiled):
         return index < rows.kv_lens[:, None] if self.bare else super().visible(index, rows)
 
 
-@bug("openvino #38034", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w4-b10prod", execution="graph")
+@bug(
+    "openvino #38034", "decode-gqa2x2-d64-bf16-p16-k37.3.0.16.9.33.1.17.5-shuffled-one_hot-w4-b10nan", execution="graph"
+)
 class PartitionsOfTheLongest(Tiled):
     """How many blocks of 16 a window has is counted for the longest request, and taken for all."""
 
@@ -89,7 +91,7 @@ class TailCountedWithoutCausal(WithoutCausalMask):
         return super().merge(parts.and_also(peak, tail.float()[:, None, None].expand(shape)), rows)
 
 
-@bug("sglang #22020", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod")
+@bug("sglang #22020", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
 class ThisChunkAlone(Tiled):
     """An extend attends its own rows alone, and no prefix."""
 
@@ -100,7 +102,7 @@ class ThisChunkAlone(Tiled):
         return seen if rows.plan.max_q_len == 1 else seen & (index >= rows.prefix[:, None])
 
 
-@bug("vLLM #48003", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2merged-b3prod", "log-sum-exp")
+@bug("vLLM #48003", "decode-gqa2x2-d64-bf16-p16-k1500.70-shared-gauss-lsepages2merged-b3prod", "log-sum-exp")
 class GlobalLengthsOnARank(WithKVSplits):
     """The plan of a rank counts the keys of all ranks: it reads pages that are not its own."""
 
@@ -115,7 +117,7 @@ class GlobalLengthsOnARank(WithKVSplits):
         return torch.ones_like(key, dtype=torch.bool)
 
 
-@bug("vLLM #48003", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod", "inputs-unchanged")
+@bug("vLLM #48003", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "inputs-unchanged")
 class HostLengthsChangedInPlace(Tiled):
     """The plan of an extend takes the new rows off the server's own list of lengths."""
 
@@ -128,7 +130,7 @@ class HostLengthsChangedInPlace(Tiled):
             lens[: batch.batch_size] -= torch.tensor(list(batch.extend_seq_lens_cpu)[: batch.batch_size])
 
 
-@bug("aiter #2720", "target-verify-mla16-d512r64-bf16-p16-k7x2-chain7-reversed-gauss-b2prod")
+@bug("aiter #2720", "target-verify-mla16-d512r64-bf16-p16-k7x2-chain7-shuffled-mean-b5prod")
 class SameRowForOddWidths(Tiled):
     """Rows of a request have one output where their number is no power of two."""
 
@@ -141,7 +143,7 @@ class SameRowForOddWidths(Tiled):
         return out[torch.arange(len(out), device=out.device) - rows.place]
 
 
-@bug("rMLX #32", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-reversed-gauss-w11-b2prod", "completes")
+@bug("rMLX #32", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-reversed-mean-w0-b3stale", "completes")
 class MaskOneKeyLonger(Tiled):
     """The mask of a window has a key more than there are, once the window is shorter than the context."""
 

@@ -15,7 +15,7 @@ from attn_testkit_corpus.faults.orders import in_other_order
     "aiter #3267",
     "decode-mla32-d512r64-bf16-p1-k9-shuffled-gauss-layers1from0-lsewhole-b1prod",
     "log-sum-exp",
-    of_a_tier="decode-mla128-d512r64-bf16-p1-k130.5.40-shuffled-gauss-lsewhole-b4prod",
+    of_a_tier="decode-mla128-d512r64-bf16-p1-k130.5.40-contiguous-gauss-lsewhole-b4prod",
 )
 class LseOfFoldedHeads(WithLse):
     """More than 16 heads are folded to 16, and the log-sum-exp of the fold is given."""
@@ -32,7 +32,7 @@ class LseOfFoldedHeads(WithLse):
     "tokenspeed #1185",
     "decode-mla128-d512r64-bf16-p16-k20-interleaved-gauss-layers1from0-lsepages2merged-b1prod",
     "completes",
-    of_a_tier="decode-mla128-d512r64-bf16-p16-k130.5.40-interleaved-gauss-lsepages2merged-b4prod",
+    of_a_tier="decode-mla128-d512r64-bf16-p16-k130.5.40-shared-gauss-lsepages2merged-b4prod",
 )
 class MergeLaunchOverCap(WithKVSplits):
     """The merge has a thread for each head and lane in one block, which takes 1024."""
@@ -52,7 +52,7 @@ class MergeLaunchOverCap(WithKVSplits):
     "vLLM #50781",
     "extend-gqa2x32-d64-bf16-p1-k3-n4a4-interleaved-gauss-layers1from0-lsewhole-b1prod",
     "completes",
-    of_a_tier="extend-gqa2x32-d64-bf16-p1-k70.5.40-n36a70.1.35-interleaved-gauss-lsewhole-b3prod",
+    of_a_tier="extend-gqa2x32-d64-bf16-p1-k70.5.40-n36a70.1.35-reversed-gauss-lsewhole-b3prod",
 )
 class StatsBeyondWorkspace(WithLse):
     """Statistics of returned log-sum-exps come from a workspace of fixed size, 1000 times smaller here."""
@@ -67,8 +67,7 @@ class StatsBeyondWorkspace(WithLse):
     "ATOM #2211",
     "decode-gqa16x2-d64-bf16-p16-k10.250.266-interleaved-gauss-kvfp8e4m3-layers1from0-b3prod",
     "finite",
-    of_a_tier="decode-gqa16x2-d64-bf16-p16-k10.26.42.58.74.90.106.122.138.154.170.186.202.218.234.250.266.15.31.63.127.255"
-    "-interleaved-gauss-kvfp8e4m3-layers1from0-b22prod",
+    of_a_tier="decode-gqa16x2-d64-bf16-p16-k10.26.42.58.74.90.106.122.138.154.170.186.202.218.234.250.266.15.31.63.127.255-shared-gauss-kvfp8e4m3-layers1from0-b22prod",
 )
 class NaNAtSixteenPages(Tiled):
     """FP8 and groups of 16: 0 / 0 where a request has 16 pages, the last one not full."""
@@ -81,7 +80,7 @@ class NaNAtSixteenPages(Tiled):
         return out.masked_fill(hit[:, None, None], torch.nan)
 
 
-@bug("sglang #23498", "extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a8.1.9-chunks3-interleaved-negative-b3prod", "completes")
+@bug("sglang #23498", "extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a7.8.2-chunks3-interleaved-rising_logits-b3prod", "completes")
 class ViewOfStridedRows(Tiled):
     """The cache writer flattens rows by ``view``."""
 
@@ -93,7 +92,7 @@ class ViewOfStridedRows(Tiled):
         super().write_kv(k.view(-1, width).view(shape), v.view(-1, width).view(shape), plan)
 
 
-@bug("sglang #28034", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale", "completes")
+@bug("sglang #28034", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale", "completes")
 class PlanOnASideStream(Planned):
     """Lists are made on a stream of their own, which waits for nobody and for which nobody waits."""
 

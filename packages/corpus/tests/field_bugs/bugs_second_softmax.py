@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 FP8 = {"fp8_e4m3"}
 
 
-@bug("aprender #2753", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale")
+@bug("aprender #2753", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale")
 class CorrectionOfOne(Tiled):
     """The running maximum is renewed in place before the correction is computed from it: that is always 1."""
 
@@ -28,7 +28,7 @@ class CorrectionOfOne(Tiled):
         return (acc / p.sum(-1).clamp(min=SMALLEST)[..., None]).to(q.dtype)
 
 
-@bug("llama.cpp #13852", "decode-gqa2x2-d64-bf16-p1-k4096-shuffled-one_hot-b1prod")
+@bug("llama.cpp #13852", "decode-gqa2x2-d64-bf16-p16-k4096-shuffled-one_hot-b1prod")
 class MoreSplitsThanLanes(Tiled):
     """The combine reads statistics of as many splits as the head dim has lanes; those of further ones are nothing."""
 
@@ -40,7 +40,7 @@ class MoreSplitsThanLanes(Tiled):
         return super().merge(parts._replace(peak=parts.peak.masked_fill(late, -torch.inf)), rows)
 
 
-@bug("rocm-libraries #11189", "decode-gqa2x2-d64-bf16-p16-k7x2-reversed-gauss-kvfp8e4m3-sink-b2prod")
+@bug("rocm-libraries #11189", "decode-gqa2x2-d64-bf16-p16-k7x2-shared-one_hot-kvfp8e4m3-sink-b2prod")
 class SinkNotShifted(Tiled):
     """Probabilities of FP8 are 2^8 times as large in the sum, and the sink is not."""
 
@@ -50,7 +50,7 @@ class SinkNotShifted(Tiled):
         return super().sink_of(rows) - 8 * 0.6931471805599453
 
 
-@bug("atlas #341", "decode-gqa2x2-d64-bf16-p16-k7x2-reversed-gauss-sink-b2prod")
+@bug("atlas #341", "decode-gqa2x2-d64-bf16-p16-k7x2-shared-one_hot-sink-b2prod")
 class SinksReadAsBf16(Tiled):
     """The sinks of float32 are read as if they were bfloat16."""
 
@@ -61,7 +61,7 @@ class SinksReadAsBf16(Tiled):
         return sinks.view(torch.bfloat16)[: len(sinks)].float()[None].expand(len(rows.request), -1)
 
 
-@bug("openvino #37377", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-kvfp8e4m3-b2prod")
+@bug("openvino #37377", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-kvfp8e4m3-b2prod")
 class BoundaryTileFromTheCache(RowsAsGiven):
     """The tile of 16 keys in which the prefix ends is read from the pool as a whole."""
 
@@ -69,7 +69,7 @@ class BoundaryTileFromTheCache(RowsAsGiven):
         return index // 16 * 16 >= rows.prefix[:, None]
 
 
-@bug("FreeToken #103", "decode-gqa2x2-d64-fp32-p16-k7x2-reversed-gauss-kvfp8e4m3-b2prod", "writes-own-kv")
+@bug("FreeToken #103", "decode-gqa2x2-d64-fp32-p1-k3x45.1x43.9x44-reversed-gauss-kvfp8e4m3-b132prod", "writes-own-kv")
 class Fp8RoundedTwice(Tiled):
     """Rows are cut off to fp16 before they are rounded to FP8: quotients of bf16 rows never show it."""
 
@@ -88,7 +88,7 @@ class Fp8RoundedTwice(Tiled):
         pool.set_kv_buffer(once, plan.out_cache_loc, rounded(k, layer.k_scale), rounded(v, layer.v_scale))
 
 
-@bug("vLLM #45720", "decode-gqa2x2-d64-bf16-p16-k7x2-reversed-gauss-kvfp8e4m3-b2prod", "finite")
+@bug("vLLM #45720", "decode-gqa2x2-d64-bf16-p1-k7.8.9-reversed-gauss-kvfp8e4m3-b3prod", "finite")
 class FnuzBytes(Tiled):
     """The pool's bytes are read as another FP8 format, in which they are half as much."""
 
@@ -99,7 +99,7 @@ class FnuzBytes(Tiled):
         return tuple(side.view(torch.float8_e4m3fnuz).float() for side in found)
 
 
-@bug("vLLM #42580", "decode-gqa2x2-d64-bf16-p16-k7x2-reversed-gauss-kvfp8e4m3-b2prod")
+@bug("vLLM #42580", "decode-gqa2x2-d64-bf16-p1-k7.8.9-reversed-gauss-kvfp8e4m3-b3prod")
 class DescaleDroppedForFp8Queries(Tiled):
     """With queries of FP8 the scales of K and V are not applied."""
 
@@ -109,7 +109,7 @@ class DescaleDroppedForFp8Queries(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, k_scale=1.0, v_scale=1.0)))
 
 
-@bug("vllm-plugin-FL #400", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod")
+@bug("vllm-plugin-FL #400", "extend-gqa2x2-d64-bf16-p16-k7x2-n18a35.1-contiguous-peaked-b2prod")
 class DecodeScaledLikePrefill(Tiled):
     """Decode gives its scale to a kernel that divides by sqrt(head_dim) itself."""
 
@@ -122,7 +122,7 @@ class DecodeScaledLikePrefill(Tiled):
         return super().run(q, kv, replace(plan, layer=layer))
 
 
-@bug("hpc-ops #6", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-reversed-peaked-b5stale")
+@bug("hpc-ops #6", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-peaked-b8stale")
 class LseOfTheFirstKVHead(Tiled):
     """Splits are combined by the log-sum-exp of the first KV head's group."""
 
@@ -143,7 +143,7 @@ class LseOfTheFirstKVHead(Tiled):
 @bug(
     "local-inference vllm #468",
     "extend-gqa2x2-d192-bf16-p1-k130-n3a3-contiguous-mean-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d192-bf16-p1-k0.1.8-n38a17.64.33-chunks3-contiguous-mean-b3prod",
+    of_a_tier="extend-gqa2x2-d192-bf16-p16-k600.70.12-n2a2.3.1-shared-negative-b3prod",
 )
 class AliasedLse(InChunks):
     """The merged log-sum-exp is stored over the running one, which a head's lanes in the next block still read."""

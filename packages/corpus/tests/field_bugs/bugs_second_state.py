@@ -23,7 +23,7 @@ class LongestOfNoRequests(Tiled):
         super().init_forward_metadata(batch)
 
 
-@bug("vLLM #42956", "decode-mla32-d512r64-bf16-p1-k0.1.8-shuffled-gauss-kvfp8e4m3-b6prod", "output-written")
+@bug("vLLM #42956", "decode-mla32-d512r64-bf16-p1-k7.8.9-reversed-gauss-kvfp8e4m3-b4nan", "output-written")
 class FoldedHeadsReturnNothing(Tiled):
     """FP8 and 32 heads: the fold to 16 returns an empty output."""
 
@@ -33,7 +33,7 @@ class FoldedHeadsReturnNothing(Tiled):
         return torch.empty_like(out) if rows.layer.tp_q_head_num == 32 else out
 
 
-@bug("vLLM #47766", "extend-gqa2x2-d64-bf16-p16-k1-n9a9-chunks3-contiguous-gauss-w7one-b1prod", "steps-independent")
+@bug("vLLM #47766", "extend-gqa2x2-d64-bf16-p1-k1-n9a9-chunks3-interleaved-gauss-w7one-b1prod", "steps-independent")
 class PlanKeptByClampedLengths(Tiled):
     """How many keys each row has is planned once for lengths that are equal when clamped to the window."""
 
@@ -60,7 +60,7 @@ class PlanKeptByClampedLengths(Tiled):
         return rows.position - self.counts[: len(rows.position)] + 1
 
 
-@bug("sglang #25556", "extend-mla16-d512r64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod")
+@bug("sglang #25556", "extend-mla16-d512r64-bf16-p16-k7x2-n16a15.16-chunks3-reversed-gauss-b2prod")
 class LengthsInPages(Tiled):
     """Slots are listed by token, and how many there are is counted in pages in an extend."""
 

@@ -12,7 +12,7 @@ _MASK = 2048
 _BITS_31 = 1 << 31
 
 
-@bug("vllm-ascend #6803", "extend-mqa4-d64-bf16-p16-k4094.2560-n2a2x2-shuffled-plus_minus_one-layers1from0-b2prod")
+@bug("vllm-ascend #6803", "extend-mqa4-d64-bf16-p16-k4094.2563-n2a2x2-shuffled-plus_minus_one-layers1from0-b2prod")
 class MaskOf2048(Varlen):
     """The mask of a prefill is a square of 2,048 keys, whatever the context; rows and keys behind it come round."""
 
@@ -47,8 +47,7 @@ class OfTwoModes(SplitKV):
     "vllm #33759",
     "extend-gqa2x2-d64-bf16-p16-k9-n3a3-shuffled-shifted-kvhnd-w7same-layers1from0-b1stale",
     "reads-own-kv",
-    of_a_tier="extend-gqa4x2-d64-bf16-p4-k9x3-n1a1x3-interleaved-gauss-kvfp8e4m3-kvhnd-w7-cap1.5-sink-b4small-"
-    "empty_batches",
+    of_a_tier="extend-mha2-d128-bf16-p4-k7.8.9-n1a1x3-chunks3-shared-negative-kvfp8e4m3-kvhnd-w0-cap1.5-sink-layers3from5varied-b6stale-overlap_scheduling",
 )
 class GatherAssumesNhd(OfTwoModes):
     """A windowed extend gathers its keys as if the pool had the usual layout."""
@@ -61,7 +60,7 @@ class GatherAssumesNhd(OfTwoModes):
 
 @bug(
     "vllm-ascend #6558",
-    "decode-mha2-d64-bf16-p1-k3.1.0-interleaved-one_hot-w40-cap1.5-sink-b4prod-empty_batches-given_out",
+    "decode-mha2-d64-bf16-p1-k13-interleaved-one_hot-w4000-cap1.5-sink-layers2from5groups-b4small-empty_batches-given_out",
     "output-written",
 )
 class WindowOutNotStored(OfTwoModes):
@@ -107,7 +106,7 @@ class KeysByPhysicalPages(OfTwoModes):
 
 @bug(
     "vllm #30915",
-    "decode-gqa8x2-d128-bf16-p4-k15.22.6-interleaved-one_hot-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b6stale",
+    "decode-gqa8x2-d128-bf16-p4-k15.22.6-shuffled-gauss-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b4prod",
 )
 class FirstLogicalOfReused(KeysByPhysicalPages):
     """The first column counts, though its page was let go of and came back as a later one."""

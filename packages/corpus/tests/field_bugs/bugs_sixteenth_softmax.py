@@ -62,7 +62,7 @@ class Native(TorchNativeBackend):
 # vllm #48167: attention that is not causal runs in a prefill wrapper which was not made for graphs.
 @bug(
     "vllm #48167",
-    "target-verify-gqa2x2-d64-bf16-p16-k33.24.3-chain7-interleaved-shifted-b6prod-empty_batches-noncausal",
+    "target-verify-gqa2x2-d64-bf16-p16-k600.70.12-chain7-interleaved-one_hot-b3prod-noncausal-overlap_scheduling",
     "replay-follows-batch",
     execution="graph",
 )
@@ -99,7 +99,7 @@ class PlanOfCapture(Native):
 
 
 # imp #1345: the FP8 decode kernel takes no pointer to sinks.
-@bug("imp #1345", "decode-gqa2x2-d64-bf16-p64-k63.64.65-shuffled-negative-kvfp8e4m3-sink-b3prod")
+@bug("imp #1345", "decode-gqa4x2-d128-bf16-p64-k133.3.0.64.9.33.1.17.5-shuffled-one_hot-kvfp8e4m3-sink-b12small")
 class NoSinksInFp8(Native):
     """A decode over an FP8 pool leaves the sinks out."""
 
@@ -114,7 +114,7 @@ class NoSinksInFp8(Native):
 # TensorRT-LLM #16916: the generation of MLA passes None for both KV scales. The mechanism is a guess.
 @bug(
     "TensorRT-LLM #16916",
-    "decode-mla16-d512r64-bf16-p1-k32.128.64.16-reversed-peaked-kvfp8e4m3-b5stale",
+    "decode-mla16-d512r64-bf16-p64-k133.3.0.64.9.33.1.17.5-reversed-one_hot-kvfp8e4m3-b9prod",
     "writes-own-kv",
 )
 class NoScalesInDecode(Native):
@@ -131,7 +131,7 @@ class NoScalesInDecode(Native):
 # InfiniLM #526: lengths of keys are host parameters of the captured kernel.
 @bug(
     "InfiniLM #526",
-    "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan",
     "replay-follows-batch",
     execution="graph",
 )
@@ -187,7 +187,7 @@ class HostLengths(Native):
 
 
 # sglang #31739: the draft is added to the host's lengths in place, and once more for the kernel.
-@bug("sglang #31739", "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod", "reads-own-kv")
+@bug("sglang #31739", "target-verify-gqa2x2-d128-bf16-p1-k7x2-chain7-shuffled-gauss-b2prod", "reads-own-kv")
 class DraftCountedTwice(HostLengths):
     """Keys of a verify are prefix + 2 N, of which the last N are not written, and row j is the j-th from the end."""
 
@@ -216,7 +216,7 @@ class BlocksOfTwoWidths(Native):
 # sglang-jax #1606: new rows are stored while the last block of queries is attended, from its window on.
 @bug(
     "sglang-jax #1606",
-    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
+    "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale",
     "writes-own-kv",
 )
 class StoresFromLastWindow(Native):
@@ -253,7 +253,11 @@ class StoresFromLastWindow(Native):
 
 
 # tpu-inference #3167: query heads are packed in pairs for each KV head, and sinks are padded as one list.
-@bug("tpu-inference #3167", "decode-mha2-d64-bf16-p16-k21-contiguous-shifted-sink-b1prod", execution="graph")
+@bug(
+    "tpu-inference #3167",
+    "decode-mha2-d64-bf16-p1-k1.2.5.9.14.2.30-contiguous-shifted-w0-sink-b7prod",
+    execution="graph",
+)
 class SinksPaddedAtTheEnd(Native):
     """With an odd number of query heads for a KV head, those of later KV heads have the sinks of others."""
 
@@ -274,7 +278,7 @@ class SinksPaddedAtTheEnd(Native):
 # sglang #39737: a draft-extend takes lengths of all ranks for those of one.
 @bug(
     "sglang #39737",
-    "draft-extend-gqa4x16-d128-bf16-p1-k130.5.40-n2a2.1.2-shuffled-gauss-lsetokens3-b4prod",
+    "draft-extend-gqa4x16-d128-bf16-p1-k130.5.40-n2a2.1.2-shared-gauss-lsetokens3-b4prod",
     "log-sum-exp",
 )
 class BoundsOfAllRanks(Native):
@@ -301,7 +305,7 @@ class BoundsOfAllRanks(Native):
 
 
 # sglang #35208: the plan of a verify has no window, only a first key for each request.
-@bug("sglang #35208", "target-verify-gqa4x2-d64-bf16-p64-k300.70.12-chain7-interleaved-shifted-w11-b3prod")
+@bug("sglang #35208", "target-verify-gqa4x2-d128-bf16-p16-k600.70.12-chain7-shuffled-mean-w11-b3prod")
 class WindowAnchoredAtFirstRow(Native):
     """All rows of a draft block begin at the window of the block's first row."""
 
@@ -319,7 +323,7 @@ class WindowAnchoredAtFirstRow(Native):
 # vllm #46997: split and reduce metadata of FP8 MLA are made as for a pool in bf16.
 @bug(
     "vllm #46997",
-    "decode-mla32-d512r64-bf16-p64-k133.3.0.64.9.33.1.17.5-shuffled-one_hot-kvfp8e4m3-b12small-empty_batches",
+    "decode-mla32-d512r64-bf16-p16-k70.33.1-shuffled-gauss-kvfp8e4m3-layers1from0-b3prod",
 )
 class MetadataOfUnfolded(Native):
     """32 heads run as two requests of 16, whose partial results are counted by the list of the real requests."""
@@ -340,7 +344,7 @@ class MetadataOfUnfolded(Native):
 
 
 # vllm #45227: metadata of a verify are sized for one row per request.
-@bug("vllm #45227", "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod")
+@bug("vllm #45227", "target-verify-mla16-d512r64-bf16-p64-k3.133.33.17-chain7-shuffled-shifted-b7nan")
 class OneRowPerRequest(Native):
     """Rows of a verify have no causal bounds of their own: each sees all keys of its request."""
 
@@ -354,7 +358,7 @@ class OneRowPerRequest(Native):
 
 
 # aiter #5679: a verify of 8 rows and 16 heads is folded onto a kernel of 4 rows. The mechanism is a guess.
-@bug("aiter #5679", "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod")
+@bug("aiter #5679", "target-verify-mla16-d512r64-bf16-p64-k133.3.0.64.9.33.1.17.5-chain7-interleaved-one_hot-b12prod")
 class SecondFoldOfFour(Native):
     """Rows behind the fourth have the bounds of the rows four before them."""
 
@@ -406,7 +410,7 @@ class FinitePadding(Known):
 # vllm-plugin-FL #368: rows of the output behind num_actual_tokens are never written.
 @bug(
     "vllm-plugin-FL #368",
-    "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan",
     "padding-finite",
     execution="graph",
 )
@@ -418,7 +422,11 @@ class PaddingUnwritten(FinitePadding):
 
 
 # sglang #36915: the eager path of a draft-extend does not compute its offsets.
-@bug("sglang #36915", "draft-extend-v2-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n4a4x7-shuffled-gauss-b10prod", "finite")
+@bug(
+    "sglang #36915",
+    "draft-extend-v2-gqa4x2-d128-bf16-p16-k37.3.0.16.9.33.1.17.5-n4a1x9-shuffled-gauss-b10nan",
+    "finite",
+)
 class OffsetsOfLastPrefill(Known):
     """An eager draft-extend reads the offsets that the last prefill left; rows behind them are not written."""
 
@@ -448,7 +456,7 @@ class OffsetsOfLastPrefill(Known):
 
 
 # tokenspeed #578: a decode clamps its keys to WINDOW_LEFT, which does not count the row's own.
-@bug("tokenspeed #578", "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-w4-b10prod")
+@bug("tokenspeed #578", "decode-gqa2x2-d64-bf16-p16-k37.3.0.16.9.33.1.17.5-shuffled-mean-w0-b10stale")
 class OneKeyTooFew(Known):
     """A decode sees W keys of its window, which has W + 1."""
 
@@ -508,7 +516,11 @@ class Crossing(Native):
 
 
 # sglang #36298: the encoder's page table stays one of slots.
-@bug("sglang #36298", "decode-gqa4x2-d64-bf16-p16-k2.40.9.17-shuffled-gauss-cross37-b5prod", "reads-own-kv")
+@bug(
+    "sglang #36298",
+    "decode-gqa4x2-d128-bf16-p64-k63.64.65-shuffled-rising_logits-cross133-layers2from5-b3prod",
+    "reads-own-kv",
+)
 class SlotsAsEncoderPages(Crossing):
     """Page p of an encoder is said to be the slot of its key p."""
 
@@ -536,7 +548,7 @@ class Two(Known, TwoParts):
 
 
 # sglang #27738: the list of the prefix is made with seq_lens, which count the accepted tokens.
-@bug("sglang #27738", "draft-extend-gqa4x2-d64-bf16-p64-k7x2-n6a1.3-reversed-gauss-b2prod")
+@bug("sglang #27738", "draft-extend-gqa4x2-d128-bf16-p64-k7x2-n6a6x2-interleaved-gauss-b5stale")
 class AcceptedInPrefix(Two):
     """An eager draft-extend sees all its rows as prefix, and those up to its own once more."""
 
@@ -551,9 +563,7 @@ class AcceptedInPrefix(Two):
 
 
 # vllm #48016: the copy that a prefill reads has its scales applied, and the kernel applies them again.
-@bug(
-    "vllm #48016", "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-kvfp8e4m3-b10prod"
-)
+@bug("vllm #48016", "extend-gqa4x2-d128-bf16-p16-k1.2.5.9.14.2.30-n1a1x7-chunks3-shared-gauss-kvfp8e4m3-b10prod")
 class PrefillScalesTwice(Native):
     """A prefill over FP8 multiplies by the scales of K and V twice."""
 

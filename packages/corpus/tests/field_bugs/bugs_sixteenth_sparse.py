@@ -212,7 +212,7 @@ class OffsetsOfPrefill(Given):
 # sglang #38232: as many candidates as the next power of two are kept, sorted by index, and then cut to topk.
 @bug(
     "sglang #38232",
-    "decode-mla16-d64r64-bf16-p64-k300.70.12-interleaved-shifted-sel24-idx4reuse-b3prod",
+    "decode-mla16-d64r64-bf16-p64-k3.133.33.17-shuffled-one_hot-sel24-idx4gauss-b4prod",
     "selects-best",
 )
 class SortedThenCut(Indexed):
@@ -240,7 +240,9 @@ class BinOf16384(Indexed):
 
 
 # ik_llama.cpp #2095: a layer without an index cache is not sparse.
-@bug("ik_llama.cpp #2095", "draft-extend-mla16-d64r64-bf16-p64-k7x2-n6a1.3-reversed-gauss-sel1-idx4reuse-b2prod")
+@bug(
+    "ik_llama.cpp #2095", "draft-extend-mla16-d64r64-bf16-p64-k600.70.12-n4a4x3-shared-negative-sel64-idx4reuse-b4prod"
+)
 class DenseWithoutIndexKeys(Indexed):
     """A layer that reuses a selection attends to all keys."""
 
@@ -255,7 +257,7 @@ class DenseWithoutIndexKeys(Indexed):
 # ik_llama.cpp #2069: with more than 8 rows the scores of the heads are added to the causal mask itself.
 @bug(
     "ik_llama.cpp #2069",
-    "target-verify-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-chain4-shuffled-gauss-sel16-idx4reuse-b10prod",
+    "target-verify-mqa4-d64-bf16-p16-k3.37.9.17-chain2-shared-shifted-sel16-idx4gauss-b4prod",
 )
 class MaskAsAccumulator(Indexed):
     """Index scores of more than 8 rows stay in the mask, which attention and later layers add."""
@@ -295,7 +297,7 @@ class MaskAsAccumulator(Indexed):
 # DeepGEMM #392: on SM120 a launch leaves about 5% of the scores of a prefill at 0, each launch others.
 @bug(
     "DeepGEMM #392",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
     "selects-best",
 )
 class RacingScores(Indexed):
@@ -321,7 +323,7 @@ class RacingScores(Indexed):
 # TensorRT-LLM #14940: the scheduler of the paged scores reads behind its sums if all lengths are 0.
 @bug(
     "TensorRT-LLM #14940",
-    "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-idx4-b6prod-zero_length_padding",
+    "decode-mqa4-d64-bf16-p16-k9.70.1-interleaved-gauss-sel16-idx4ties-b6prod-zero_length_padding",
     "completes",
     execution="graph",
 )
@@ -343,7 +345,11 @@ class NoLengthAtAll(Indexed):
 
 
 # sglang #29798: eager drafts ask for lengths on the host, which the class says not to need.
-@bug("sglang #29798", "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod", "completes")
+@bug(
+    "sglang #29798",
+    "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n4a4x3-interleaved-rising_logits-sel1holes-b4small",
+    "completes",
+)
 class AsksForHostLengths(Indexed):
     """An eager plan of a draft asserts that there is ``seq_lens_cpu``."""
 
@@ -357,7 +363,7 @@ class AsksForHostLengths(Indexed):
 # slot mappings.
 @bug(
     "TensorRT-LLM #16219",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
     "completes",
 )
 class BlocksOfOtherManager(Indexed):
@@ -385,7 +391,11 @@ class BlocksOfOtherManager(Indexed):
 
 
 # TensorRT-LLM #18034: kernels of decode count the rows of their input, and scratch is that of the plan.
-@bug("TensorRT-LLM #18034", "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-b4prod-padded_tokens", "completes")
+@bug(
+    "TensorRT-LLM #18034",
+    "decode-mqa4-d64-bf16-p16-k9.70.1-interleaved-gauss-sel16-idx4ties-b4prod-padded_tokens",
+    "completes",
+)
 class PaddingIsRequests(Indexed):
     """Rows behind those of the plan need scratch that is not there."""
 
@@ -449,7 +459,7 @@ class EvenRows(Indexed):
 # vllm #48404: the expanded block table has the columns of the greatest context, and the runner's table has more.
 @bug(
     "vllm #48404",
-    "target-verify-mla16-d64r64-bf16-p16-k9.64.1-chain4-shuffled-gauss-sel16-idx4-b4prod-context_of_prefixes",
+    "target-verify-mqa4-d64-bf16-p16-k9.64.1-chain4-shuffled-gauss-sel16-idx4-b4prod-context_of_prefixes",
     "selects-best",
 )
 class TableOfContext(Indexed):
@@ -474,7 +484,7 @@ class TableOfContext(Indexed):
 # vllm #52109: keys are written row by row; a prefill gathers them in tiles of 16 tokens by 16 bytes.
 @bug(
     "vllm #52109",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
     "selects-best",
 )
 class TiledReader(Indexed):
@@ -519,7 +529,7 @@ class LeavesPadding(Indexed):
 # those of the first layer, which would be outside the pool, are left out here.
 @bug(
     "TensorRT-LLM #18673",
-    "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel16-idx4-b10prod",
+    "decode-mqa4-d64-bf16-p16-k14.15.16.17.18.19.20.21.22.23.24.25.26.27.28.29-shuffled-gauss-sel16-idx4ties-b30prod",
     "index-stored",
     execution="graph",
 )
@@ -543,7 +553,7 @@ class SlotOfNoPage(LeavesPadding):
 # mlxcel #619: only a mask of the caller makes a prefill causal, and callers give none. Up to topk keys are dense.
 @bug(
     "mlxcel #619",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
     "selection-well-formed",
 )
 class CausalByMask(Indexed):
@@ -582,7 +592,11 @@ class PartsGatherAgain(Indexed):
 
 
 # aiter #4440: the kernel of paged scores takes a block to be a token.
-@bug("aiter #4440", "decode-mla16-d64r64-bf16-p64-k63.64.65-shared-negative-sel16-idx4gauss-b6small", "selects-best")
+@bug(
+    "aiter #4440",
+    "decode-mla16-d128r64-bf16-p64-k32.128.64.16.63-shuffled-negative-sel16-idx4gauss-b6nan",
+    "selects-best",
+)
 class BlockIsToken(Indexed):
     """A key's position is looked up in the block table, and its block's first token is read."""
 

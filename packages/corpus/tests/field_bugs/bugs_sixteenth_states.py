@@ -158,7 +158,9 @@ class GateOfRow31(Gdn32):
 
 # 49: transformers #46741. A step counts as a decode if the cache has a state, whatever the number of rows.
 # The convolution makes one step, dt keeps the first row, and the one result stands for all rows.
-@bug("transformers #46741", "extend-mamba1x2-d64-bf16-p16-k64-n5a5-shuffled-like_keys-k64w4s32-b1prod")
+@bug(
+    "transformers #46741", "extend-mamba1x2-d64-bf16-p16-k64-n5a5-shuffled-like_keys-k64w4s16.slot0-layers3from5-b1prod"
+)
 class ContinuedAsDecode(Mamba):
     """A prefill that continues a state updates it by the first row of a request only."""
 
@@ -236,7 +238,7 @@ class PaddingIsNotNegative(GdnPaddedByZero):
 # three quarters of the grid that is one chunk for a block. Windows are copied by another kernel, rightly.
 @bug(
     "vllm #57266",
-    "extend-mamba4x2-d128-fp16-p16-k0.3.0-n16a15.16.17-shuffled-strong_decay-k64w2sb16.slot0.kv.snap16-layers1from0-b3stale",
+    "extend-mamba4x2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-like_keys-k64w2s32.zeroed.kv.strided.snap16-b3stale",
     "state-matches-oracle",
 )
 class CopiesAtChunkEnds(MambaCopies):
@@ -458,7 +460,7 @@ class PackedMla(TorchNativeSparsePackedBackend):
 # 60: vllm #50084. ``swizzle_scale_offset`` of trtllm-gen: scale s of token t of four lies at 4 s + t of their scales.
 @bug(
     "vllm #50084",
-    "draft-extend-mha2-d256-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-kvnvfp4-cap1.5-b3prod",
+    "draft-extend-gqa8x2-d256-bf16-p16-k1.2.5.9.14.2.30-n6a6x7-contiguous-mean-kvnvfp4-w4-b7prod",
     "writes-own-kv",
 )
 class ScalesOfFourTokens(Nvfp4):
@@ -479,7 +481,7 @@ class ScalesOfFourTokens(Nvfp4):
 # 61: kvcached #424. ``get_kv_cache_shape`` without ``cache_dtype_str`` gives rows of D bytes instead of D + 4.
 @bug(
     "kvcached #424",
-    "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvfp8pertokenhead-cap1.5-b3prod",
+    "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvfp8pertokenhead-w46-cap1.5-b2prod",
     "writes-own-kv",
 )
 class StepsWithoutScales(Fp8PerTokenHead):
@@ -503,7 +505,7 @@ class StepsWithoutScales(Fp8PerTokenHead):
 
 
 # 62: vllm #54563. ``pow2_fp32`` extracts the exponent of a scale that the writer stores as amax / 448.
-@bug("vllm #54563", "target-verify-mla2-d512r64-bf16-p64-k0.1.64-chain7-contiguous-mean-kvfp8dsmla-sel16empty-b3prod")
+@bug("vllm #54563", "target-verify-mla2-d128r64-bf16-p64-k69-chain7-contiguous-shifted-kvfp8dsmla-sel1-idx4ties-b4prod")
 class ScalesAsPowersOfTwo(PackedMla):
     """A scale counts as the power of two at or below it."""
 
@@ -519,7 +521,7 @@ class ScalesAsPowersOfTwo(PackedMla):
 
 # 63: sgl-kernel-xpu #305. Only the split path folds the descales in. The thread does not say from which length on keys
 # are split; here a batch whose longest context has more than 512 keys is.
-@bug("sgl-kernel-xpu #305", "decode-mqa4-d64-fp16-p128-k7x2-reversed-gauss-kvfp8e4m3-w11-b2prod")
+@bug("sgl-kernel-xpu #305", "decode-mha2-d64-bf16-p128-k7x2-shuffled-gauss-kvfp8e4m3-b5prod")
 class DecodeWithoutSplits(Fp8):
     """A decode of short contexts leaves out the scales of K and V."""
 
@@ -540,7 +542,7 @@ class DecodeWithoutSplits(Fp8):
 # 64: FreeToken #309. Scales are not handed to the kernel.
 @bug(
     "FreeToken #309",
-    "draft-decode-mha2-d256-bf16-p16-k0.1.16-topk1steps7-contiguous-mean-kvint8pertokenhead-cap1.5-b3prod",
+    "draft-decode-mha2-d32-bf16-p16-k21-topk1steps4-shared-rising_logits-kvint8pertokenhead-w0-cap1.5-b1prod",
 )
 class IntegersWithoutScales(Int8PerTokenHead):
     """Attention takes the integers for keys and values."""
@@ -550,7 +552,7 @@ class IntegersWithoutScales(Int8PerTokenHead):
 
 
 # 65: vllm #51363. The call of FA4 drops ``k_descale`` and ``v_descale``; that of FA3 has them.
-@bug("vllm #51363", "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvfp8perhead-cap1.5-b3prod")
+@bug("vllm #51363", "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvfp8perhead-w46-cap1.5-b2prod")
 class PathWithoutHeadScales(Fp8PerHead):
     """Attention leaves out the scales of heads, by which the writer divided."""
 
@@ -561,7 +563,7 @@ class PathWithoutHeadScales(Fp8PerHead):
 # 66: aiter #3894. The thread says no more than that the flat index is wrong in the other layout of pages.
 @bug(
     "aiter #3894",
-    "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvint8pertokenheadapart-kvhnd-cap1.5-b3prod",
+    "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvint8pertokenheadapart-kvhnd-w46-cap1.5-b2prod",
     "reads-own-kv",
 )
 class ScaleIndexOfTokensFirst(Int8Apart):
@@ -580,7 +582,7 @@ class ScaleIndexOfTokensFirst(Int8Apart):
 # 67: mlxcel #717. ``maximum(absmax / 127, 1.0)`` in the path of a single stream; batches are quantized elsewhere.
 @bug(
     "mlxcel #717",
-    "draft-decode-mha2-d256-bf16-p16-k0.1.16-topk1steps7-contiguous-mean-kvint8pertokenhead-cap1.5-b3prod",
+    "draft-decode-mha2-d32-bf16-p16-k21-topk1steps4-shared-rising_logits-kvint8pertokenhead-w0-cap1.5-b1prod",
     "writes-own-kv",
     execution="graph",
 )

@@ -13,7 +13,7 @@ from third_parents import Latent, mla_capabilities, wide_capabilities
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("sglang-jax #1557", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod", "reads-own-kv")
+@bug("sglang-jax #1557", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "reads-own-kv")
 class DenseCumsumMask(Tiled):
     """Pages of all requests lie one behind the other, and a request's are sought at the sum of the lengths before."""
 
@@ -30,7 +30,7 @@ class DenseCumsumMask(Tiled):
         return pages[(at // size).clamp(max=len(pages) - 1)] * size + at % size
 
 
-@bug("sglang #23757", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-w11-b2prod", "reads-own-kv")
+@bug("sglang #23757", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-reversed-gauss-w46-b5prod", "reads-own-kv")
 class RawTokenTable(Tiled):
     """Layers with a window take the request table, which has a slot for each token, for a table of pages."""
 
@@ -57,7 +57,7 @@ class VContiguous(Tiled):
         return super().keys((k, v.as_strided(v.shape, strides, v.storage_offset())), slots, plan)
 
 
-@bug("ONNXim #34", "decode-mha2-d128-bf16-p1-k13-interleaved-rising_logits-b4stale")
+@bug("ONNXim #34", "decode-mha2-d128-bf16-p1-k7.8.9-shared-rising_logits-b4stale")
 class HeadByKvHeads(Tiled):
     """A query head's KV head is head // number of KV heads, in place of head // group."""
 
@@ -81,7 +81,7 @@ class PrefillReadsNHD(Tiled):
         return super().keys(kv, slots, plan)
 
 
-@bug("vllm #27547", "decode-gqa2x2-d64-bf16-p64-k7x2-reversed-gauss-b2prod", "reads-own-kv")
+@bug("vllm #27547", "decode-gqa2x2-d64-bf16-p64-k7x2-reversed-gauss-b3prod", "reads-own-kv")
 class ManagerPages(Tiled):
     """Ids of the manager's pages of 64 go to a kernel with pages of 16 as they are."""
 
@@ -95,7 +95,7 @@ class ManagerPages(Tiled):
 
 @bug(
     "flash-attention #2388",
-    "target-verify-gqa2x4-d128-bf16-p4-k15.22.6-chain2-shuffled-gauss-layers3from5by4x2d64.8x4d128-b4prod",
+    "target-verify-gqa2x4-d128-bf16-p4-k15.22.6-chain2-reversed-gauss-layers3from5by4x2d64.8x4d128-b4prod",
 )
 class LseAccumStride(SplitKV):
     """Log-sum-exps of splits are written densely, and read with the strides of the layer that has most heads."""
@@ -112,7 +112,7 @@ class LseAccumStride(SplitKV):
 
 @bug(
     "vllm #41656",
-    "target-verify-gqa2x4-d128-bf16-p4-k15.22.6-chain2-shuffled-gauss-layers3from5by4x2d64.8x4d128-b4prod",
+    "target-verify-gqa2x4-d128-bf16-p4-k15.22.6-chain2-reversed-gauss-layers3from5by4x2d64.8x4d128-b4prod",
     "completes",
 )
 class MidBufferOfModel(SplitKV):
@@ -123,7 +123,7 @@ class MidBufferOfModel(SplitKV):
         return layer.tp_q_head_num * layer.v_head_dim
 
 
-@bug("vllm #42650", "decode-gqa2x4-d64-bf16-p16-k39.70.6-contiguous-gauss-layers3from5by4x2d64.8x4d64-b4prod")
+@bug("vllm #42650", "decode-gqa2x4-d64-bf16-p16-k39.70.6-reversed-gauss-layers3from5by4x2d64.8x4d64-b4prod")
 class HeadsOfModel(Tiled):
     """Groups of query heads are planned by the first layer's number of heads, where layers differ."""
 
@@ -154,7 +154,7 @@ class RowsOver65535(Varlen):
 
 @bug(
     "TensorRT-LLM #16801",
-    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-one_hot-w7-layers3from5groups-b4prod",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-contiguous-gauss-w7-layers3from5groups-b4prod",
     "reads-own-kv",
 )
 class OneTableForPools(Tiled):
@@ -166,7 +166,7 @@ class OneTableForPools(Tiled):
         return super().slots(replace(plan, step=self._kit_step))
 
 
-@bug("sglang #7239", "draft-decode-gqa2x2-d64-bf16-p1-k7x2-topk1steps2-reversed-gauss-b2prod", "reads-own-kv")
+@bug("sglang #7239", "draft-decode-gqa2x2-d64-bf16-p1-k7x2-topk1steps2-contiguous-one_hot-b3prod", "reads-own-kv")
 class DraftLocTransposed(Tiled):
     """A draft's slots, by branch and step, are viewed as [steps, branches]: right for one branch of one request."""
 
@@ -184,7 +184,7 @@ class DraftLocTransposed(Tiled):
 
 @bug(
     "vllm #39120",
-    "target-verify-mha2-d128-bf16-p16-k1.2.5.9.14.2.30-chain4-shuffled-gauss-kvfp8e4m3-w4-cap1.5-b10prod",
+    "target-verify-gqa7x2-d96-bf16-p16-k1.2.5.9.14.2.30-chain4-shuffled-negative-b8small",
     "output-written",
 )
 class CuSeqlensShort(Varlen):
@@ -198,7 +198,7 @@ class CuSeqlensShort(Varlen):
         return torch.where((row < self.meta.cu[-2])[:, None, None], out, torch.empty_like(out))
 
 
-@bug("sglang #11985", "decode-mla16-d512r64-bf16-p32-k4096-shuffled-one_hot-b1prod", "reads-own-kv")
+@bug("sglang #11985", "decode-mla16-d512r64-bf16-p32-k4096-reversed-one_hot-b1prod", "reads-own-kv")
 class LoopOfTokens(Latent):
     """Page ids are filled 64 at a time, once for each 4,096 keys, which is right for pages of 64 alone."""
 

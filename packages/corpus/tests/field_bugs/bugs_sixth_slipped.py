@@ -12,7 +12,7 @@ _SPLIT_FROM = 256
 """Keys of a request beyond which the kernel splits them."""
 
 
-@bug("vllm flash-attention #87", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsewhole-b3prod", "log-sum-exp")
+@bug("vllm flash-attention #87", "decode-gqa2x2-d64-bf16-p16-k1500.70-shared-gauss-lsewhole-b3prod", "log-sum-exp")
 class LseTransposed(WithKVSplits):
     """Where keys are split in decode, groups of heads are folded into rows, and log-sum-exps keep the folded order."""
 
@@ -55,7 +55,7 @@ class SharedMeta(Varlen):
 
 @bug(
     "TensorRT-LLM #13696",
-    "decode-gqa2x2-d64-bf16-p64-k32.128.64.16-interleaved-shifted-b5prod-multi_mode",
+    "decode-mqa4-d64-bf16-p16-k15.16.17-reversed-negative-b4prod-multi_mode",
     "steps-independent",
 )
 class SkipPrepare(SharedMeta):
@@ -81,7 +81,7 @@ class LengthsThroughPinnedMemory(Varlen):
         return super().block_table(batch)[:, : -(-longest // self.context.page_size)]
 
 
-@bug("flashinfer #564", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "completes")
+@bug("flashinfer #564", "decode-mqa4-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "completes")
 class AsyncD2H(LengthsThroughPinnedMemory):
     """Lengths go to the host without a wait, and are read at once."""
 

@@ -13,7 +13,7 @@ from third_parents import FP8
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("vllm #27491", "decode-mqa5-d64-bf16-p1-k5.0.1x2.70-interleaved-gauss-lsepages3merged-b6prod", "log-sum-exp")
+@bug("vllm #27491", "decode-mqa5-d64-bf16-p1-k5.0.1x2.70-contiguous-gauss-lsepages3merged-b6prod", "log-sum-exp")
 class MergeTwoEmpty(WorkList):
     """The merge of two parts without keys takes -inf from -inf: NaN."""
 
@@ -24,7 +24,7 @@ class MergeTwoEmpty(WorkList):
         return out.to(out_a.dtype), top + torch.log2(a + b)
 
 
-@bug("sglang #26852", "decode-gqa2x2-d64-bf16-p1-k0.1.8-contiguous-mean-kvfp8e4m3-b3prod")
+@bug("sglang #26852", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-mean-kvfp8e4m3-b3prod")
 class VScaleFallsToK(Tiled):
     """The scale of V falls back to that of K."""
 
@@ -34,7 +34,7 @@ class VScaleFallsToK(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, v_scale=plan.layer.k_scale)))
 
 
-@bug("imp #1303", "draft-extend-gqa2x2-d64-fp16-p1-k3.21.5.17-n2a1x4-shuffled-one_hot-sink-b5nan")
+@bug("imp #1303", "draft-extend-mqa4-d64-fp16-p16-k21-n2a1-shared-shifted-sink-b4nan")
 class SinkOnlyInSplit(SplitKV):
     """Rows of 32 keys at most, which are not split, have no sink in their denominator."""
 
@@ -47,7 +47,7 @@ class SinkOnlyInSplit(SplitKV):
         return torch.where(single[:, None, None], super().merge(parts, without)[0], out), lse
 
 
-@bug("sglang #33926", "decode-mqa5-d64-bf16-p16-k35.0.16.1.70-interleaved-gauss-lsewhole-b6prod", "log-sum-exp")
+@bug("sglang #33926", "decode-mqa5-d64-bf16-p16-k35.0.16.1.70-contiguous-gauss-lsewhole-b6prod", "log-sum-exp")
 class LseRebasedTwice(WorkList):
     """A log-sum-exp that has base 2 already is multiplied by log2(e) once more."""
 
@@ -56,7 +56,7 @@ class LseRebasedTwice(WorkList):
         return out, lse * LOG2E
 
 
-@bug("vllm-metal #665", "decode-gqa2x2-d64-bf16-p1-k13-interleaved-rising_logits-cap1.5-b4stale")
+@bug("vllm-metal #665", "decode-gqa2x2-d64-bf16-p1-k13-contiguous-rising_logits-cap1.5-b4stale")
 class SoftcapZero(Tiled):
     """The soft cap that the kernel is given is the constant 0."""
 
@@ -66,7 +66,7 @@ class SoftcapZero(Tiled):
         return scores
 
 
-@bug("candle #3727", "decode-gqa2x2-d64-fp16-p16-k300.70.12-interleaved-shifted-b3prod")
+@bug("candle #3727", "decode-gqa2x2-d64-fp16-p16-k300.70-shuffled-rising_logits-b2prod")
 class NarrowSum(Tiled):
     """The denominator is summed key by key in fp16."""
 
@@ -83,7 +83,7 @@ class NarrowSum(Tiled):
         return Parts(peak[..., None], total.float()[..., None], acc[:, :, None])
 
 
-@bug("vllm #48016", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-rising_logits-kvfp8e4m3-b4stale")
+@bug("vllm #48016", "extend-gqa2x2-d64-bf16-p1-k7.8.9-n6a9.7.1-chunks3-shared-negative-kvfp8e4m3-b4small")
 class ScalesTwice(Tiled):
     """Prefill dequantises K and V by their scales, and gives the scales to the kernel again."""
 
@@ -96,7 +96,7 @@ class ScalesTwice(Tiled):
         return k.float() * plan.layer.k_scale, v.float() * plan.layer.v_scale
 
 
-@bug("sglang #24198", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-rising_logits-kvfp8e4m3-b4stale")
+@bug("sglang #24198", "extend-gqa2x2-d64-bf16-p1-k7.8.9-n6a9.7.1-chunks3-shared-negative-kvfp8e4m3-b4small")
 class PagedPartNoScales(Tiled):
     """Of the two calls of a prefill, that for the prefix has no scales."""
 
@@ -110,7 +110,7 @@ class PagedPartNoScales(Tiled):
         return torch.where(cached, k / plan.layer.k_scale, k), torch.where(cached, v / plan.layer.v_scale, v)
 
 
-@bug("onnx #7865", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-rising_logits-w4-cap1.5-b4stale")
+@bug("onnx #7865", "extend-gqa2x2-d64-bf16-p1-k7.8.9-n5a1x2.11-chunks3-shared-negative-w4-cap1.5-b6prod")
 class MaskThenCap(Tiled):
     """The soft cap comes after the mask: minus infinity becomes minus the cap, and takes weight."""
 

@@ -24,7 +24,7 @@ def _of(*modes):
 
 @bug(
     "sglang #33127",
-    "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-t0.0.0-contiguous-mean-b3prod",
+    "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-t0.1.0.3.0.5.1-shuffled-negative-b3prod",
     "output-contract",
     execution="graph",
 )
@@ -55,7 +55,12 @@ class PinnedReused(Pinned):
         return self.kept_pinned[name][:count]
 
 
-@bug("phyai #5", "decode-gqa3x2-d64-bf16-p32-k7x2-reversed-gauss-w11-b2prod", "addresses-stable", execution="graph")
+@bug(
+    "phyai #5",
+    "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod",
+    "addresses-stable",
+    execution="graph",
+)
 class PlanNotIntoBuffers(HostPlanned):
     """A plan makes new tensors, and leaves the buffers that the graph reads as they were."""
 
@@ -68,7 +73,7 @@ class PlanNotIntoBuffers(HostPlanned):
 
 @bug(
     "vllm #13922",
-    "decode-mha2-d128-bf16-p64-k0.1.64-contiguous-mean-kvfp8e4m3-cap1.5-b3prod",
+    "decode-mha2-d128-bf16-p64-k3.133.33.17-reversed-gauss-kvfp8e4m3-w4-cap1.5-b4prod",
     "writes-own-kv",
     execution="graph",
 )
@@ -98,7 +103,7 @@ class SlotMapShort(Varlen):
 
 @bug(
     "flashinfer #919",
-    "draft-extend-mqa4-d64-fp16-p16-k15.16.17-n4a4x3-shared-negative-w4000-sink-b6small",
+    "draft-extend-mqa4-d64-fp16-p16-k21-n2a1-shared-shifted-w4000-sink-b4nan",
     "writes-own-kv",
     execution="graph",
 )
@@ -116,7 +121,7 @@ class AppendArbitraryTail(Varlen):
 
 @bug(
     "flashinfer #2511",
-    "decode-mha2-d128-bf16-p64-k0.1.64-contiguous-mean-kvfp8e4m3-cap1.5-b3prod",
+    "decode-mha2-d128-bf16-p64-k3.133.33.17-reversed-gauss-kvfp8e4m3-w4-cap1.5-b4prod",
     "addresses-stable",
     execution="graph",
 )
@@ -132,7 +137,7 @@ class BlockTableRebuilt(Varlen):
 
 @bug(
     "flashinfer #411",
-    "extend-mqa4-d64-fp16-p16-k15.16.17-n2a2.3.1-shared-negative-w4000-sink-b6small",
+    "extend-gqa2x2-d64-fp16-p16-k1.2.5.9.14.2.30-n4a1x6.19-chunks3-reversed-peaked-w4000-sink-b10small",
     "replay-follows-batch",
     execution="graph",
 )
@@ -166,7 +171,7 @@ class GridOfCapture(Varlen):
     "decode-gqa2x2-d64-bf16-p16-k6-shared-gauss-w7-layers2from0groups-b1prod",
     "writes-own-kv",
     execution="graph",
-    of_a_tier="decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-one_hot-w7-layers3from5groups-b4prod",
+    of_a_tier="decode-gqa4x2-d128-bf16-p16-k39.70.6-contiguous-gauss-w7-layers3from5groups-b4prod",
 )
 class MemoizedLoc(Tiled):
     """Slots of the windowed pool are kept by address and size of the full pool's, which are the same at each replay."""
@@ -202,7 +207,7 @@ class MemoizedLoc(Tiled):
     "decode-mla16-d512r64-bf16-p32-k2080-shuffled-one_hot-layers1from0-b1prod",
     "replay-follows-batch",
     execution="graph",
-    of_a_tier="decode-mla16-d512r64-bf16-p32-k4096-shuffled-one_hot-b1prod",
+    of_a_tier="decode-mla16-d512r64-bf16-p32-k4096-reversed-one_hot-b1prod",
 )
 class BlocksOfCurrentMax(Latent):
     """A graph's table of blocks is as wide as its capture needs, in runs of 64 pages."""
@@ -226,7 +231,7 @@ class BlocksOfCurrentMax(Latent):
 
 @bug(
     "rtp-llm #1259",
-    "draft-extend-mqa4-d64-fp16-p16-k15.16.17-n4a4x3-shared-negative-w4000-sink-b6small",
+    "draft-extend-mqa4-d64-fp16-p16-k21-n2a1-shared-shifted-w4000-sink-b4nan",
     "addresses-stable",
     execution="graph",
 )
@@ -243,7 +248,7 @@ class CuSeqReallocated(Varlen):
                 meta.cu = self.kept.cu[: len(meta.cu)]
 
 
-@bug("flashinfer #3474", "draft-decode-gqa2x2-d64-bf16-p1-k2x2.1-topk1steps3-loop6-shuffled-gauss-b4prod", "lossless")
+@bug("flashinfer #3474", "draft-decode-gqa2x2-d64-bf16-p1-k2x2.1-topk1steps3-loop6-reversed-gauss-b4prod", "lossless")
 class CounterDirty(Counted):
     """Counters of decode lie at the head of a workspace, where an extend has its partial results."""
 

@@ -75,7 +75,7 @@ class AscendMhaPadding(Varlen):
 
 @bug(
     "flash-attention #2752",
-    "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-reversed-negative-sink-lsepages2merged-b6stale",
+    "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-shared-negative-sink-lsepages2merged-b6prod",
     "log-sum-exp",
 )
 class SinkOutsideMax(WithKVSplits):

@@ -11,7 +11,7 @@ from third_parents import FP8, SPEC, Latent, mla_capabilities, wide_capabilities
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
-@bug("TileOPs #1787", "decode-gqa2x2-d64-bf16-p192-k7x2-reversed-gauss-b2prod", execution="graph")
+@bug("TileOPs #1787", "decode-gqa4x2-d64-bf16-p192-k7x2-contiguous-negative-b5stale", execution="graph")
 class PageTailSkipped(Tiled):
     """A page of 192 has one whole tile of 128 keys: decode leaves out the rest of each page."""
 
@@ -23,7 +23,7 @@ class PageTailSkipped(Tiled):
         return seen & (index % size < size // tile * tile) if rows.plan.max_q_len == 1 else seen
 
 
-@bug("ATOM #702", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "reads-own-kv")
+@bug("ATOM #702", "decode-mha2-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "reads-own-kv")
 class PageIdCutOff(Tiled):
     """Decode with pages of 16 cuts page ids to 16 bits there, 6 here: high pages are read as low ones."""
 
@@ -36,7 +36,7 @@ class PageIdCutOff(Tiled):
         return ((plan.page_table.long() % 64)[:, :, None] * 16 + offset).flatten(1)
 
 
-@bug("aiter #2996", "decode-mla16-d512r64-bf16-p64-k300.70.12-interleaved-shifted-b3prod", "reads-own-kv")
+@bug("aiter #2996", "decode-mla16-d512r64-bf16-p64-k300.70-interleaved-rising_logits-b2nan", "reads-own-kv")
 class PagesOfOneInMla(Latent):
     """The bf16 decode takes page ids as slots, whatever the page size is; the FP8 one is right."""
 
@@ -56,7 +56,7 @@ class PagesOfOneInMla(Latent):
         return index < ((rows.kv_lens + size - 1) // size)[:, None]
 
 
-@bug("vLLM #29887", "extend-gqa2x2-d64-bf16-p16-k300.70.12-n7a19.1x2-interleaved-shifted-b3prod")
+@bug("vLLM #29887", "extend-gqa2x2-d64-bf16-p16-k32.128.64.16.63-n5a19.1x4-interleaved-shifted-kvfp8e4m3-b6nan")
 class GatherWithoutHeadOffset(Tiled):
     """Gathering a cached prefix writes all heads of a token to the first head's place."""
 
@@ -103,7 +103,7 @@ class RowsCopiedAsOneRun(Tiled):
         flat[:, dim : dim + heads * dim].index_put_((slot,), v.reshape(len(v), -1))
 
 
-@bug("vllm-tt-plugin #74", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod", "writes-own-kv")
+@bug("vllm-tt-plugin #74", "extend-gqa2x2-d64-bf16-p16-k7x2-n10a19.1-shared-peaked-b3prod", "writes-own-kv")
 class ChunkStoredFromItsPage(Tiled):
     """A chunk is stored from the start of the page in which it begins."""
 
@@ -119,7 +119,7 @@ class ChunkStoredFromItsPage(Tiled):
         super().write_kv(k, v, plan)
 
 
-@bug("llm-scaler #359", "decode-gqa8x2-d64-bf16-p16-k7x2-reversed-gauss-b2prod", "output-written")
+@bug("llm-scaler #359", "decode-gqa8x2-d128-bf16-p16-k21-reversed-negative-b2prod", "output-written")
 class GroupOfFour(Tiled):
     """The decode kernel has 4 query heads for each KV head built in: further ones are not written."""
 
@@ -157,7 +157,7 @@ class PrefillTilesOf32(Tiled):
 
 @bug(
     "vllm flash-attention #176",
-    "target-verify-gqa2x2-d64-bf16-p16-k300.70.12-chain7-interleaved-shifted-b3prod",
+    "target-verify-gqa2x2-d128-bf16-p16-k600.70.12-chain7-shuffled-shifted-b4small",
     "output-written",
 )
 class AllFoldOnRequestZero(Tiled):
@@ -187,7 +187,7 @@ class ZerosBeyondTheDescriptor(Tiled):
         return tuple(side.masked_fill((slots >= 512)[:, :, None, None], 0.0) for side in right)
 
 
-@bug("sglang #12687", "draft-extend-v2-gqa2x2-d128-bf16-p1-k0.1.8-n6a1.3.5-contiguous-mean-b3prod")
+@bug("sglang #12687", "draft-extend-v2-mha2-d64-bf16-p1-k7.8.9-n6a1.3.5-contiguous-rising_logits-b6prod")
 class Int64LengthsReadAsInt32(Tiled):
     """An eager draft-extend hands lengths of 64 bits to a kernel that reads 32."""
 
@@ -202,7 +202,7 @@ class Int64LengthsReadAsInt32(Tiled):
 
 @bug(
     "sglang #24743",
-    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-one_hot-w7-layers3from5groups-b4prod",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-contiguous-gauss-w7-layers3from5groups-b4prod",
     "writes-own-kv",
     execution="graph",
 )
@@ -241,7 +241,7 @@ class TailOfWindowedSlots(Tiled):
         super().write_kv(k, v, plan)
 
 
-@bug("sglang #24750", "draft-decode-gqa2x2-d64-bf16-p16-k7x2-topk1steps4-reversed-gauss-b2prod", "writes-own-kv")
+@bug("sglang #24750", "draft-decode-gqa2x2-d64-bf16-p1-k7x2-topk1steps4-reversed-one_hot-b3nan", "writes-own-kv")
 class DraftSlotsByRequest(Tiled):
     """Slots of all draft steps, request by request, are read as if they were step by step."""
 
@@ -255,7 +255,7 @@ class DraftSlotsByRequest(Tiled):
         super().write_kv(k, v, plan)
 
 
-@bug("TensorRT-LLM #18244, TensorRT-LLM #17964", "decode-gqa4x2-d256-bf16-p16-k32.128.64.16-reversed-peaked-b5stale")
+@bug("TensorRT-LLM #18244, TensorRT-LLM #17964", "decode-gqa4x2-d256-bf16-p32-k3.69.17x2-interleaved-peaked-b5nan")
 class VPagesAdvancedTooFar(Tiled):
     """The kernel for head dim 256 and large batches reads values of one tile from the pages of the one before."""
 

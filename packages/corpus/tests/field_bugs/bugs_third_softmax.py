@@ -10,7 +10,10 @@ from attn_testkit.contract import LogSumExp
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("tt-metal #56171", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-b3prod")
+@bug(
+    "tt-metal #56171",
+    "decode-mha2-d64-bf16-p16-k10.26.42.58.74.90.106.122.138.154.170.186.202.218.234.250.266.15.31.63.127.255-shuffled-gauss-layers1from0-b22prod",
+)
 class ChunkOf32(Tiled):
     """The chunk is the largest power of two that divides the width; with 32 later chunks are not rescaled."""
 
@@ -29,7 +32,7 @@ class ChunkOf32(Tiled):
         return torch.einsum("thn,thnd->thd", used.float(), parts.acc) / total[..., None], total.log()
 
 
-@bug("ninfer-3090 #49", "decode-gqa4x2-d128-bf16-p1-k32.128.64.16-reversed-peaked-kvfp8e4m3-b5stale")
+@bug("ninfer-3090 #49", "decode-mha2-d64-bf16-p1-k32.128.64.16.63-interleaved-one_hot-kvfp8e4m3-b5prod")
 class TileDequantisedBeforeItArrived(Tiled):
     """FP8 tiles are converted before all bytes are there: the last quarter is that of the tile before."""
 
@@ -62,7 +65,7 @@ class NaNNowAndThen(Latent):
         return out.masked_fill(hit, torch.nan)
 
 
-@bug("lmdeploy #4696", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "finite")
+@bug("lmdeploy #4696", "decode-mha2-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "finite")
 class EmptySplitsRead(Tiled):
     """Splits without keys are read as they lie in scratch, with a weight of 0."""
 
@@ -76,7 +79,7 @@ class EmptySplitsRead(Tiled):
         return parts._replace(acc=torch.where(torch.isinf(parts.peak)[..., None], scratch, parts.acc))
 
 
-@bug("TensorRT-LLM #18754", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-w11-b3prod")
+@bug("TensorRT-LLM #18754", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale")
 class StalePartials(Workspace):
     """Chunks outside the window are not written in a workspace that is kept, and are merged nevertheless."""
 
@@ -86,7 +89,7 @@ class StalePartials(Workspace):
         return (end > self.window_start(rows)[:, None])[:, None].expand_as(parts.peak)
 
 
-@bug("vllm-fork #275", "decode-gqa2x2-d128-bf16-p1-k0.1.8-contiguous-mean-b3prod", "padding-inert", execution="graph")
+@bug("vllm-fork #275", "decode-gqa2x2-d64-bf16-p1-k0.1.8-interleaved-gauss-b3prod", "padding-inert", execution="graph")
 class OneMaximumForTheBatch(Tiled):
     """All requests are shifted by one maximum of the batch: 0 / 0 for those far below it."""
 
@@ -101,7 +104,7 @@ class OneMaximumForTheBatch(Tiled):
         return torch.einsum("thn,thnd->thd", share, parts.acc) / total[..., None], top + total.log()
 
 
-@bug("aiter #5642", "extend-gqa4x2-d64-bf16-p16-k3.37.9.17-n1a1x4-shuffled-one_hot-kvfp8e4m3-b5nan")
+@bug("aiter #5642", "extend-mha2-d64-bf16-p1-k21.3.0.8.9.33.1.17.5-n1a1x9-reversed-gauss-kvfp8e4m3-b9prod")
 class NormalisedBeforeFp8(Tiled):
     """Weights are divided by their sum before they are rounded to FP8: many become subnormal."""
 
@@ -113,7 +116,7 @@ class NormalisedBeforeFp8(Tiled):
         return super().weigh((p / total).to(torch.float8_e4m3fn).float() * total, v)
 
 
-@bug("tokenspeed #212", "decode-mla16-d512r64-bf16-p1-k5.0.1x2.70-contiguous-gauss-lsewhole-b6prod", "log-sum-exp")
+@bug("tokenspeed #212", "decode-mla16-d512r64-bf16-p1-k5.0.1x2.70-shuffled-gauss-lsewhole-b6prod", "log-sum-exp")
 class LseTileBeyondHeads(LatentLse):
     """Log-sum-exps are stored for 64 heads a row: with fewer heads, those of the next row are written over."""
 
@@ -127,7 +130,7 @@ class LseTileBeyondHeads(LatentLse):
         return lse.masked_fill(odd, 0.0)
 
 
-@bug("llama.cpp #6438", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-w11-b3prod", "finite")
+@bug("llama.cpp #6438", "decode-gqa4x2-d128-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale", "finite")
 class MaximumStartsAtMinusInfinity(Tiled):
     """The running maximum starts at minus infinity: a first tile without a visible key gives NaN."""
 
@@ -138,7 +141,7 @@ class MaximumStartsAtMinusInfinity(Tiled):
         return out.masked_fill(torch.isinf(parts.peak[..., :1]), torch.nan), lse
 
 
-@bug("1bit-MONSTER #393", "decode-gqa2x2-d128-bf16-p1-k0.1.8-contiguous-mean-b3prod")
+@bug("1bit-MONSTER #393", "decode-gqa2x2-d64-bf16-p1-k0.1.8-interleaved-gauss-b3prod")
 class LastKeyOfABlockWins(Tiled):
     """Threads of a block share one key's place: every key of 128 is the last one."""
 
@@ -153,7 +156,7 @@ class LastKeyOfABlockWins(Tiled):
         return super().keys(kv, slots, plan)
 
 
-@bug("sgl-kernel-xpu #491", "decode-gqa4x2-d128-bf16-p1-k32.128.64.16-reversed-peaked-cap1.5-b5stale")
+@bug("sgl-kernel-xpu #491", "decode-gqa4x2-d64-bf16-p1-k32.128.64.16.63-interleaved-one_hot-cap1.5-b5prod")
 class SoftCapNotApplied(Tiled):
     """The cap of the logits is taken and never applied."""
 

@@ -9,7 +9,7 @@ from third_parents import FP8, SPEC, Latent, Owned, mla_capabilities, wide_capab
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("flashinfer #5176", "decode-gqa2x2-d128-bf16-p1-k0.1.8-contiguous-mean-b3prod", "completes", execution="graph")
+@bug("flashinfer #5176", "decode-gqa2x2-d64-bf16-p1-k0.1.8-interleaved-gauss-b3prod", "completes", execution="graph")
 class ExtraBlocksReadOldPlan(Owned):
     """A graph launches more blocks than the plan has, and the surplus works by what an earlier plan left."""
 
@@ -21,7 +21,7 @@ class ExtraBlocksReadOldPlan(Owned):
 
 @bug(
     "flashinfer #2185",
-    "decode-gqa2x2-d128-bf16-p1-k0.1.8-contiguous-mean-b3prod",
+    "decode-gqa2x2-d64-bf16-p1-k0.1.8-interleaved-gauss-b3prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -44,7 +44,7 @@ class IndicesNotCopiedForGraphs(Planned):
 
 @bug(
     "flashinfer #726",
-    "decode-mha2-d128-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b10prod",
+    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b7prod",
     "completes",
     execution="graph",
 )
@@ -93,7 +93,11 @@ class WorkInfoTooSmall(Latent):
         return seen & (item < len(lens) * tiles_q + 7)
 
 
-@bug("vLLM #51011", "target-verify-mla16-d512r64-bf16-p64-k0.1.64-chain7-contiguous-mean-kvfp8e4m3-b3prod", "completes")
+@bug(
+    "vLLM #51011",
+    "target-verify-mla16-d512r64-bf16-p1-k21.3.0.8.9.33.1.17.5-chain7-contiguous-shifted-kvfp8e4m3-b9prod",
+    "completes",
+)
 class WidthNotInTheTable(Latent):
     """FP8 kernels are looked up by the number of rows: some have none."""
 
@@ -108,7 +112,7 @@ class WidthNotInTheTable(Latent):
 
 @bug(
     "vLLM #48167",
-    "extend-mha2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-reversed-gauss-b4prod-noncausal",
+    "extend-mha2-d64-bf16-p16-k9.530.70.0-n8a20.1.3.7-interleaved-gauss-b4prod-noncausal",
     "addresses-stable",
     execution="graph",
 )

@@ -15,7 +15,7 @@ INF = float("inf")
 
 @bug(
     "flashinfer #4270",
-    "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n1a1x4-chunks3-contiguous-rising_logits-b5stale",
+    "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n1a1x4-shared-peaked-b4prod",
     "steps-independent",
 )
 class StridesOfTheFirstCall(Known):
@@ -38,7 +38,7 @@ class StridesOfTheFirstCall(Known):
         return q.as_strided((end,), (1,), 0)[place.clamp(max=end - 1)]
 
 
-@bug("flashinfer #5245", "extend-gqa2x2-d64-bf16-p16-k70.0.33-n1a1x3-shuffled-gauss-lseprefix-b3prod", "log-sum-exp")
+@bug("flashinfer #5245", "extend-gqa2x2-d64-bf16-p16-k70.0.33-n1a1x3-reversed-gauss-lseprefix-b3prod", "log-sum-exp")
 class LseOfTheFirstHead(WithKVSplits):
     """Where every request has one row, the first query head of a KV head alone gets its log-sum-exp."""
 
