@@ -1,22 +1,27 @@
-"""Another declared layout of the KV pool in each mode of smoke; from core on the array has all of them."""
+"""Another declared layout of the KV pool in each mode of smoke, and in core each one that the array has only in cases
+of one KV head, or of requests within a page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ..cases.case import Case
 from ..cases.dimensions.kv_layout import usual_layout
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 
 
-def pool_layout_cases(declared: Capabilities, mode: ForwardMode, small: Case) -> Iterator[Case]:
-    """One case at most. ``small``: two requests, of as many KV heads as a case has."""
+def pool_layout_cases(
+    declared: Capabilities, mode: ForwardMode, tier: str, small: Case, found: Collection[Case]
+) -> Iterator[Case]:
+    """One case in smoke. ``small``: two requests, of as many KV heads as a case has. ``found``: cases of the array."""
     others = [name for name in KV_LAYOUTS if name in declared.kv_layouts and name != usual_layout(declared)]
-    turn = list(ForwardMode).index(mode)
+    turn = list(ForwardMode).index(mode) % max(1, len(others))
+    wanted = others[turn:][:1] if tier == "smoke" else [name for name in others if not _shows(name, found)]
     pages = sorted(declared.page_sizes)
     # In pages of one slot most layouts are alike.
     page = next((page for page in pages if page > 2), pages[-1])
-    for name in others[turn % max(1, len(others)) :][:1]:
+    for name in wanted:
         # More than a page, and more than another; pages that lie in no order.
         prefixes = (2 * page + 1, page + max(1, page // 2), 3)
         rows = small.rows.counted((*small.new[:2], *small.new[:1]))
@@ -24,3 +29,10 @@ def pool_layout_cases(declared: Capabilities, mode: ForwardMode, small: Case) ->
             kv_layout=name, kv_dtype=max(declared.kv_dtypes), page_size=page, layout="shuffled", data="gauss"
         )
         yield of_pool.of_requests(prefixes, padded=1, rows=rows)
+
+
+def _shows(name: str, cases: Collection[Case]) -> bool:
+    """True if a case has a pool in which strides of pages and of heads both matter."""
+    return any(
+        case.kv_layout == name and case.heads.kv_heads > 1 and max(case.prefixes) > case.page_size > 1 for case in cases
+    )

@@ -9,7 +9,7 @@ small case each (``cases_for_uncovered.py``); values that no case covers are nam
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from cachetools import LRUCache, cached
@@ -77,15 +77,16 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
             declared, mode, tier, found, lambda case: within_declared(declared, nearest_declared(declared, case))
         )
         cases.update((case.id, case) for case in (nearest_declared(declared, each) for each in small))
-    for each in _later(declared, mode, base, tier) if base else ():
+    for each in _later(declared, mode, base, tier, bases) if base else ():
         case = nearest_declared(declared, each.with_seed(seed))
         if within_declared(declared, case):
             cases.setdefault(case.id, case)
     return tuple(cases.values())
 
 
-def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> Iterator[Case]:
-    """Cases that come after all others: made of ``base``, which has little work for each row and key."""
+def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, found: Sequence[Case]) -> Iterator[Case]:
+    """Cases that come after all others: made of ``base``, which has little work for each row and key. ``found``: those
+    of the array."""
     if tier != "smoke":
         yield from variant_cases(declared, base)
         yield from split_cases(declared, base)
@@ -105,8 +106,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from many_request_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
-    if tier == "smoke":
-        yield from pool_layout_cases(declared, mode, two_request_case(declared, mode))
+    yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode), found)
     if tier != "smoke":
         yield from seldom_cases(declared, base)
         yield from big_index_pool_cases(declared, base, tier)

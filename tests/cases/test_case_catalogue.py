@@ -128,7 +128,6 @@ def test_groups_are_the_smallest_one_that_is_no_power_of_two_and_the_largest(
 
 def test_a_group_of_16_beside_mla_has_no_rope() -> None:
     cases = core(DECODE, families={"gqa", "mla"}, gqa_ratios={2, 16}, head_dims={64, 512}, mla_rope_dims={32})
-    assert cases[0].heads.family == "mla", "what named cases are made of"
     assert {c.rope_dim for c in cases if c.heads.family == "gqa"} == {0}
     assert {c.rope_dim for c in cases if c.heads.family == "mla"} == {32}
 
@@ -161,9 +160,9 @@ def test_values_are_the_smallest_the_largest_and_some_between() -> None:
         ("ragged", 16, (3, 37, 9, 17)),
         ("one", 16, (21,)),
         ("same", 16, (7, 7)),
-        ("long", 16, (300, 70, 12)),
+        ("long", 16, (600, 70, 12)),
         ("wide", 16, (1, 2, 5, 9, 14, 2, 30)),
-        ("tiles", 16, (32, 128, 64, 16)),
+        ("tiles", 16, (32, 128, 64, 16, 63)),
     ],
 )
 def test_lengths_lie_at_the_edges_of_pages_and_tiles(name: str, page: int, lens: tuple[int, ...]) -> None:
@@ -172,9 +171,9 @@ def test_lengths_lie_at_the_edges_of_pages_and_tiles(name: str, page: int, lens:
 
 def test_the_rows_of_a_request_lie_on_both_sides_of_a_tile() -> None:
     tiles = {case.prefixes for case in core(V2) if case.width == 4}
-    assert (30, 126, 62, 14) in tiles
+    assert (30, 126, 62, 14, 63) in tiles
     for tile in (16, 32, 64, 128):
-        assert any(k < tile < k + 4 for k in (30, 126, 62, 14))
+        assert any(k < tile < k + 4 for k in (30, 126, 62, 14, 63))
 
 
 def every(mode: ForwardMode, tier: str = "core", **changes: object) -> list[Case]:

@@ -96,7 +96,7 @@ def test_steps_beside_the_own_batch_hold_512_prefix_tokens_at_most() -> None:
     own = ("own batch", "own batch, elsewhere", "same lengths, other requests", "lengths in another order")
     for schedule in map(make_schedule, CORE):
         steps = [step for step in (*schedule.steps, schedule.oversized) if step not in schedule.chunks]
-        most = [sum(prefixes(step)) for step in steps if step.label not in own]
+        most = [sum(each.decoder_prefix for each in step.requests) for step in steps if step.label not in own]
         # Padding that is not padding at all is filled with requests of 0 to 2.
         assert max(most) <= 512 + (2 * schedule.max_bs if schedule.case.padding == "small" else 0)
 

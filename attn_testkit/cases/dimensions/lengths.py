@@ -24,8 +24,12 @@ PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "long": lambda page, width: (600, 70, 12),
     "fresh": lambda page, width: (0, 0, 0),
     "many": lambda page, width: (2 * page + 5, 3, 0, page, 9, 33, 1, 17, 5),
-    # The rows of a request lie on both sides of a multiple of the usual key tiles.
-    "tiles": lambda page, width: (32 - width // 2, 128 - width // 2, 64 - width // 2, 16 - width // 2, 63),
+    # The rows of a request lie on both sides of a multiple of the usual key tiles, and one begins at the end of a chunk
+    # of 64 or of a page.
+    "tiles": lambda page, width: (
+        *(tile - width // 2 for tile in (32, 128, 64, 16)),
+        max(page, 64) - 1,
+    ),
 }
 """Name -> prefixes for a page of so many slots (8 at least) and so many rows of a request."""
 
