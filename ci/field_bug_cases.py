@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +20,8 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.contract import Capabilities, ForwardMode

@@ -17,6 +17,7 @@ from ..contract import Capabilities, ForwardMode
 _TIED_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
 _MANY_ROWS, _NEAR_KEYS = 34, 20_480
 """FlashInfer's filtered top-k takes more than 32 rows, and a bin of it has room for 16,384 keys."""
+_LONG = 66_000
 _LEAST = 256
 """Smallest top-k with such ties: a place for fewer candidates than that is met in other cases."""
 _KEYS_EACH = 10
@@ -33,6 +34,9 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         for each in variant_cases(declared, small):
             if each.indexer is None and "bigpool" not in each.variants:
                 yield with_indexer(declared, each)
+    if min(sparse.topk) < _LEAST and small.mode is ForwardMode.DECODE and not sparse.indexer.fused:
+        # Thousands of candidates for a few places: a buffer of them overflows for any top-k.
+        yield with_indexer(declared, small, data="ties").of_requests((_LONG,), page_size=usual_page(declared))
     topk = max(sparse.topk)
     if topk >= _LEAST and small.mode in _TIED_MODES and not sparse.indexer.fused:
         # A few winners, and thousands of equal scores behind them: more tie than a buffer of candidates holds, and

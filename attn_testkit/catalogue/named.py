@@ -27,6 +27,9 @@ _CHUNKS_PAST = 7
 """Window, if it is declared, that is shorter than a chunk of a prompt."""
 
 
+_SEVERAL = (32, 128, 64, 16, 63)
+
+
 def named_from(cases: Sequence[Case]) -> Case:
     """Base of the named cases: the first one that is not of MLA, which is too slow for the longest; else the first."""
     return next((case for case in cases if not case.heads.layout.wide_rows), cases[0])
@@ -56,14 +59,19 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
         branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
         rows = Verify(branching(4)) if branches else minimal.rows
-        yield minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+        several = minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+        # Requests without keys hide whose offsets a mode uses.
+        yield several if any(minimal.prefixes) else several.of_requests(_SEVERAL[: minimal.bs], padded=1)
     if minimal.draft:
         yield from _loops(declared, minimal, tier)
     if tier == "smoke":
         return
     if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
-        # As many heads as there are: a few cases, because what is compared grows with them.
-        yield minimal.with_changes(heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
+        # As many heads as there are: a few cases, because what is compared grows with them. Lengths at both sides of a
+        # tile, so that a list of work has more entries than requests.
+        heads = replace(minimal.heads, q_heads=max(declared.gqa_ratios))
+        rows = minimal.rows.counted((minimal.width, 1, minimal.width))
+        yield minimal.of_requests((63, 64, 65), padded=1, rows=rows, heads=heads, data="gauss")
     # One wrong key of thousands shows only with one-hot values; see families/softmax/limits.py.
     for dtype in sorted(declared.dtypes):
         rows = minimal.rows.counted((minimal.width,))

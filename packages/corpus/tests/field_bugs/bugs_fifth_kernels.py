@@ -9,7 +9,7 @@ from fifth_parents_triton import Packed
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
-@bug("vllm #57614", "decode-gqa2x2-d64-fp16-p32-k7x2-reversed-gauss-w11-sink-b2prod", execution="graph")
+@bug("vllm #57614", "decode-gqa2x2-d128-fp16-p32-k7x2-shared-rising_logits-w4000-sink-b3nan", execution="graph")
 class SixteenSlotPages(Packed):
     """Pages of 32 slots are read as if they had 16."""
 
@@ -17,7 +17,7 @@ class SixteenSlotPages(Packed):
         return {"SLOTS": 16}
 
 
-@bug("flashinfer #5090", "target-verify-gqa2x2-d128-bf16-p16-k0.1.16-chain7-contiguous-mean-cap1.5-b3prod")
+@bug("flashinfer #5090", "target-verify-gqa2x2-d128-fp16-p16-k0.1.16-chain7-reversed-negative-w46-cap1.5-b6stale")
 class UnmaskedTail(Packed):
     """Keys behind a request's last one are zeros, and are not masked: each has a weight of exp(0)."""
 
@@ -27,7 +27,7 @@ class UnmaskedTail(Packed):
 
 @bug(
     "flash-attention #1155",
-    "decode-gqa2x2-d64-fp16-p32-k7x2-reversed-gauss-w11-sink-b2prod",
+    "decode-gqa2x2-d64-fp16-p16-k7x2-contiguous-shifted-w11-sink-b3stale",
     "completes",
     execution="graph",
 )

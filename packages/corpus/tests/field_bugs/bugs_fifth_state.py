@@ -42,7 +42,10 @@ class RegimeAtCapture(HostPlanned):
 
 
 @bug(
-    "vllm #39773", "decode-mha2-d64-bf16-p8-k9.70.1-shuffled-gauss-b4prod-padded_tokens", "completes", execution="graph"
+    "vllm #39773",
+    "decode-gqa8x2-d256-bf16-p32-k32.128.64.16.63-shared-peaked-w11-cap1.5-layers3from5varied-b6prod-padded_tokens-overlap_scheduling",
+    "completes",
+    execution="graph",
 )
 class RowsAsRequests(HostPlanned):
     """Decode takes the rows of Q, padding's too, for the requests of the plan: behind it lies an older one."""

@@ -73,7 +73,7 @@ class ZeroLengthsCountedOnce(Planned):
 @bug(
     "aiter #1606",
     "draft-extend-v2-mla128-d512r64-bf16-p64-k140-n4a3-contiguous-gauss-layers1from0-b1nan",
-    of_a_tier="draft-extend-v2-mla128-d512r64-bf16-p64-k63.64.65-n4a1.3.1-contiguous-gauss-b4nan",
+    of_a_tier="draft-extend-v2-mla128-d512r64-bf16-p64-k63.64.65-n4a4.1.4-shared-gauss-b4small",
 )
 class WorkInfoTooSmall(Latent):
     """Work items are rows by splits, and the list has room for requests alone: the surplus is dropped."""
