@@ -27,6 +27,13 @@ def test_layers_with_options_of_their_own_have_three_and_others_one() -> None:
     assert combined(loop) == []
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_last_step_of_modes_that_alternate_has_several_requests(seed: int) -> None:
+    (last,) = combined(CASE.format("shuffled", "gauss", "prod") + "-multi_mode", seed)
+    assert last.bs > 1
+    assert last.bucket == 4
+
+
 def test_each_takes_values_that_no_other_of_its_case_has() -> None:
     for seed in range(30):
         steps = combined(VARIED, seed)
