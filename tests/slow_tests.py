@@ -1,11 +1,13 @@
-"""Tests that take long: a pull request runs them on one Python and the others on all, and they start first.
+"""Tests that take long: ``ci/pr.sh`` leaves them out, ``.ci/run`` and the nightly run them, and they start first.
 
-A row is the beginning of a node id, the slowest first. What takes about two seconds of a core, or
-whose neighbours do, belongs here: ``pytest --durations=60`` says which. A file whose tests share a costly fixture
-stands here whole. ``tests/ci/test_slow_tests.py`` asks that every row names tests.
+A row is the beginning of a node id, the slowest first. What takes more than a second of a core, or whose neighbours do,
+belongs here: ``pytest --durations=60`` says which. A file whose tests share a costly fixture stands here whole.
+``tests/ci/test_slow_tests.py`` asks that every row names tests.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -52,14 +54,34 @@ SLOW: tuple[str, ...] = (
 )
 
 
+ONE_OF_EACH: tuple[str, ...] = (
+    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes",
+    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_run_tries_the_case_that_catches_a_bug",
+)
+"""Slow tests of field bugs. Those of the first bug of each mechanism are not slow."""
+
+
+def mechanism(bug: Any) -> tuple[str, str]:
+    """What a field bug breaks, which its file is named for, and the check that catches it."""
+    return bug.backend.__module__.split("_")[-1], bug.checks[0]
+
+
 def slow_first(items: list[pytest.Item]) -> None:
     """Marks slow items, and puts them in front in the order of the table; the others stay in theirs.
 
     One that starts last keeps one core busy while the others have nothing left to do.
     """
     slow: dict[pytest.Item, int] = {}
+    quick: set[tuple[str, object]] = set()
     for item in items:
-        if item.nodeid.startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
-            slow[item] = next(row for row, start in enumerate(SLOW) if item.nodeid.startswith(start))
+        if not item.nodeid.startswith(SLOW):
+            continue
+        row = next(row for row, start in enumerate(SLOW) if item.nodeid.startswith(start))
+        if SLOW[row] in ONE_OF_EACH:
+            kind = (SLOW[row], mechanism(item.callspec.params["bug"]))
+            if kind not in quick:
+                quick.add(kind)
+                continue
+        item.add_marker(pytest.mark.slow)
+        slow[item] = row
     items.sort(key=lambda item: slow.get(item, len(SLOW)))
