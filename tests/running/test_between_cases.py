@@ -100,10 +100,6 @@ def test_a_crash_has_it_in_its_reason() -> None:
 CASES = tuple(f"decode-gqa2x2-d64-bf16-p16-k3.{n}-shuffled-gauss-b2prod" for n in (8, 10, 9, 5, 6))
 
 
-def cases_of(found: Sequence[CaseResult]) -> dict[str, CaseResult]:
-    return {result.case: result for result in found}
-
-
 def test_a_plan_that_a_module_keeps_is_found_and_the_printed_repro_fails() -> None:
     found = results_of("KeepsInAModule", cases=CASES[:2])
     passed = [result for result in found if result.status is Status.PASSED]

@@ -17,7 +17,6 @@ from attn_testkit_corpus.faults import all_controls, all_faults, catalogue
 from attn_testkit_corpus.faults.catalogue import CLASSES, CorpusEntry, bug, control, fault, helper
 from attn_testkit_corpus.faults.parent import PlannedBackend
 
-ROOT = Path(__file__).resolve().parents[4]
 Register = Callable[[type[AttentionBackend]], type[AttentionBackend]]
 NOT_OF_THE_BODY = {"__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__",
                    "_abc_impl", "capabilities"}  # fmt: skip
