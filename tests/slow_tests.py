@@ -1,7 +1,8 @@
 """Tests that take long: ``ci/pr.sh`` leaves them out, ``.ci/run`` and the nightly run them, and they start first.
 
-A row is the beginning of a node id, the slowest first. What takes more than a second of a core, or whose neighbours do,
-belongs here: ``pytest --durations=60`` says which. A file whose tests share a costly fixture stands here whole.
+A row is the beginning of a node id, the slowest first. What takes more than two seconds of a core with all its cases, or
+whose neighbours do, belongs here: ``pytest --durations=60`` says which. A file whose tests share a costly fixture
+stands here whole. A row that ends with ``[`` is a test of many cases, of which the first of each kind is not slow.
 ``tests/ci/test_slow_tests.py`` asks that every row names tests.
 """
 
@@ -21,7 +22,7 @@ SLOW: tuple[str, ...] = (
     "tests/ci/test_nightly_servers.py",
     "packages/corpus/tests/faults/test_fault_texts.py",
     "tests/front_ends/test_cli.py::test_an_author_in_an_empty_directory_sees_his_backend_evaluated",
-    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes",
+    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes[",
     "tests/diagnosis/test_hints_of_faults.py",
     "tests/ci/test_mutants.py",
     "tests/ci/test_bench_pytest.py",
@@ -50,20 +51,14 @@ SLOW: tuple[str, ...] = (
     "packages/cuda_on_cpu/tests/test_emulated_programs.py",
     "tests/doctor/test_doctor.py",
     "packages/corpus/tests/faults/test_query_scale_faults.py",
-    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_run_tries_the_case_that_catches_a_bug",
+    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_run_tries_the_case_that_catches_a_bug[",
 )
 
 
-ONE_OF_EACH: tuple[str, ...] = (
-    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes",
-    "packages/corpus/tests/field_bugs/test_field_bugs.py::test_a_run_tries_the_case_that_catches_a_bug",
-)
-"""Slow tests of field bugs. Those of the first bug of each mechanism are not slow."""
-
-
-def mechanism(bug: Any) -> tuple[str, str]:
-    """What a field bug breaks, which its file is named for, and the check that catches it."""
-    return bug.backend.__module__.split("_")[-1], bug.checks[0]
+def kind_of(item: Any) -> object:
+    """What a case stands for. A field bug: what it breaks, for which its file is named, and the check that sees it."""
+    bug = item.callspec.params.get("bug")
+    return bug and (bug.backend.__module__.split("_")[-1], bug.checks[0])
 
 
 def slow_first(items: list[pytest.Item]) -> None:
@@ -77,11 +72,9 @@ def slow_first(items: list[pytest.Item]) -> None:
         if not item.nodeid.startswith(SLOW):
             continue
         row = next(row for row, start in enumerate(SLOW) if item.nodeid.startswith(start))
-        if SLOW[row] in ONE_OF_EACH:
-            kind = (SLOW[row], mechanism(item.callspec.params["bug"]))
-            if kind not in quick:
-                quick.add(kind)
-                continue
+        if SLOW[row].endswith("[") and (kind := (SLOW[row], kind_of(item))) not in quick:
+            quick.add(kind)
+            continue
         item.add_marker(pytest.mark.slow)
         slow[item] = row
     items.sort(key=lambda item: slow.get(item, len(SLOW)))

@@ -48,16 +48,16 @@ def test_slow_items_are_marked_and_come_first_slowest_first_and_the_others_stay(
     assert [item.marks for item in items[len(slow) :]] == [[], [], []]
 
 
-def test_the_first_bug_of_each_mechanism_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = "tests/bugs.py::test_caught"
-    monkeypatch.setattr(slow_tests, "SLOW", (row,))
-    monkeypatch.setattr(slow_tests, "ONE_OF_EACH", (row,))
+def test_the_first_case_and_the_first_bug_of_each_mechanism_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_tests, "SLOW", ("tests/bugs.py::test_caught[", "tests/a.py::test_x["))
     of = [("of_masks", "finite"), ("third_masks", "finite"), ("third_masks", "completes"), ("third_state", "finite")]
     backends = [type("Bug", (), {"__module__": f"bugs_{file}"}) for file, _ in of]
     bugs = [Of(backend=backend, checks=(check,)) for backend, (_, check) in zip(backends, of, strict=True)]
     items = [Named(f"bugs.py::test_caught[{number}]", bug=bug) for number, bug in enumerate(bugs)]
+    items += [Named(f"a.py::test_x[{number}]") for number in range(3)]
     slow_first(items)  # type: ignore[arg-type]
-    assert [item.nodeid for item in items if item.marks] == ["tests/bugs.py::test_caught[1]"]
+    slow = ["bugs.py::test_caught[1]", "a.py::test_x[1]", "a.py::test_x[2]"]
+    assert [item.nodeid.removeprefix("tests/") for item in items if item.marks] == slow
 
 
 def test_every_row_names_a_file_or_a_test_that_is_there_once() -> None:
