@@ -529,7 +529,7 @@ def pytest_options() -> str:
         "| option | meaning |",
         "|---|---|",
         *(
-            f"| `{name}{'=' + words['metavar'] if 'metavar' in words else ''}` | {_cell(words['help'])} |"
+            f"| {_code(name + ('=' + words['metavar'] if 'metavar' in words else ''))} | {_cell(words['help'])} |"
             for name, words in group.options
         ),
         "",

@@ -17,7 +17,7 @@ from ..running.planning.known_failures import load_known
 from ..running.planning.known_from import crashes_of, entries_from
 from ..running.planning.request import Request, prepare
 from ..running.processes.judge_process import JudgeProcess
-from .options import backend_option
+from .options import run_option
 
 
 @click.command(
@@ -42,7 +42,7 @@ An entry:
   # of a quarantine: record = "crash.json", in which the case crashed""",
 )
 @click.argument("files", type=click.Path(), nargs=-1)
-@backend_option
+@run_option("backends")
 @click.option(
     "--from", "sources", type=click.Path(), multiple=True, metavar="FILE",
     help="Print entries for the failures in results.",
@@ -91,7 +91,7 @@ def _check(file: str, backends: tuple[str, ...]) -> int:
     problems = [f"{entry.name} expired on {entry.until}" for _, entry in sorted(first.items()) if entry.expired(today)]
     if backends:
         with contextlib.closing(JudgeProcess()) as judge:
-            problems = prepare(judge, Request(backends, tier="full"), file).problems()
+            problems = prepare(judge, Request(backends, tier="full", known_failures=file)).problems()
     for problem in problems:
         click.echo(f"problem: {problem}")
     click.echo(f"entries: {len(first)}, problems: {len(problems)}", err=True)

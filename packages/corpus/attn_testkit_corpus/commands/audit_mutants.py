@@ -11,10 +11,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from attn_testkit.cli.options import F, Spelled
+from attn_testkit.cli.options import F, run_option
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import write_text
-from attn_testkit.running.planning.request import MODES
 
 _LOG_SECONDS = 15.0
 _Minutes = click.FloatRange(0, min_open=True)
@@ -30,7 +29,7 @@ def mutant_options(command: F) -> F:
     options = [
         click.option("--mutants", metavar="BACKEND", help="Mutation-test this backend instead."),
         click.option("--mutate", "modules", multiple=True, metavar="MODULE", help="Mutate this one too; repeatable."),
-        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Only this mode; repeatable."),
+        run_option("modes"),
         click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N random mutants."),
         click.option("--most", type=click.IntRange(0), metavar="N", help="At most N core case-runs per mutant."),
         click.option("--minutes", type=_Minutes, metavar="M", help="Start no mutant after M minutes."),
@@ -43,7 +42,7 @@ def mutant_options(command: F) -> F:
 
 
 _OTHERS = {
-    "faults": "--fault", "classes": "--class", "timeout": "--timeout", "last": "--last", "html_file": "--html",
+    "faults": "--fault", "classes": "--class", "timeout_s": "--timeout", "last": "--last", "html_file": "--html",
     "verbose": "--verbose", "show_list": "--list",
 }  # fmt: skip
 """Options that --mutants excludes."""
