@@ -134,7 +134,7 @@ def command_line() -> str:
         *_options(commands),
         "| command | what it does |",
         "|---|---|",
-        *(f"| [`{name}`](#{name}) | {_first_line(each)} |" for name, each in all_commands().items()),
+        *(f"| [`{name}`](#{name.replace(' ', '-')}) | {_first_line(each)} |" for name, each in all_commands().items()),
         "",
     ]
     for name, each in all_commands().items():
@@ -601,7 +601,7 @@ def results_json() -> str:
         "`--json FILE` writes a results file. " + schema["description"],
         "",
         "[`report.schema.json`](../../attn_testkit/reports/report.schema.json) is the JSON Schema. "
-        "`attn-testkit report FILE` turns a file into a page or a summary.",
+        "`attn-testkit results report FILE` prints its summary, or writes a page.",
         "",
         "## The file",
         "",

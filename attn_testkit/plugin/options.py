@@ -29,7 +29,7 @@ def add(parser: pytest.Parser) -> None:
             parser.addini(_ini(option), option.help, **kind)
     group.addoption(
         "--attn-report", metavar="FILE", dest="attn_report",
-        help="Write results as JSON, updated as they come. See `attn-testkit report`.",
+        help="Write results as JSON, updated as they come. See `attn-testkit results report`.",
     )  # fmt: skip
     group.addoption(
         "--attn-min-cases", type=_reader(_MIN_CASES), metavar="N", dest="attn_min_cases",
@@ -41,7 +41,7 @@ def add(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption(
         "--attn-shard", metavar="K/N", dest="attn_shard",
-        help="Run only part K of N of the suite, for `attn-testkit merge`, and of conformance_cases. "
+        help="Run only part K of N of the suite, for `attn-testkit results merge`, and of conformance_cases. "
         "Default: SHARD_INDEX/SHARD_COUNT, if they are set.",
     )  # fmt: skip
     parser.addini("attn_min_cases", "Fail if fewer case-runs ran.", default="0")
