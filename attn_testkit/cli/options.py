@@ -38,7 +38,7 @@ class Value(click.ParamType[Any]):
 
 
 def run_option(name: str, **more: Any) -> Callable[[F], F]:
-    """An option of a run, by the name of its field. ``more``: what click is told otherwise in this command."""
+    """An option of a run, by the name of its field. ``more``: arguments of click that differ in this command."""
     option = _OF_RUN[name]
     words: dict[str, Any] = {"help": option.help_on_command_lines, **_shape(option), **more}
     names = [f"--{option.flag}", *([f"-{option.short}"] if option.short else []), name]
@@ -83,7 +83,7 @@ def _with(command: F, names: Sequence[str]) -> F:
 
 
 def asked_for(values: dict[str, Any], **more: Any) -> tuple[Request, Options]:
-    """What the options of a run among a command's values ask for. ``more``: further fields of the request."""
+    """The records of a command's values, some of which are of other options. ``more``: further fields of the request."""
     given = {name: values[name] for name in _OF_RUN if name in values}
     backends = tuple(map(spec_of, given.pop("backends")))
     return asked("run", backends, given, command=command_line(), **more)

@@ -67,7 +67,7 @@ def _help(option: RunOption) -> str:
 
 
 def _action(option: RunOption) -> dict[str, Any]:
-    """Words for pytest's parser. What may stand in an ini file has no default here."""
+    """Words for pytest's parser. An option with an ini value has no default here."""
     if option.kind is SWITCH:
         return {"action": "store_true"}
     read = {"type": _reader(option.kind), "metavar": option.kind.metavar}
@@ -77,7 +77,7 @@ def _action(option: RunOption) -> dict[str, Any]:
 
 
 def asked_for(config: pytest.Config) -> tuple[Request, Options]:
-    """What options and ini values ask for; raises ``pytest.UsageError`` for a wrong ini value."""
+    """The records of options and ini values; raises ``pytest.UsageError`` for a wrong ini value."""
     given = {option.name: _given(option, config) for option in options_of("pytest").values()}
     given["known_failures"] = _known_file(config)
     backends = given.pop("backends")

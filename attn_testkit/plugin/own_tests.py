@@ -116,7 +116,7 @@ def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
 
 
 def _with_known(wanted: Wanted, folders: Sequence[Path]) -> Wanted:
-    """With the file of known failures in the first folder that has it; if none has it, its place in the first."""
+    """Look for the file of known failures in the folders; if none has it, it is named in the first."""
     if not wanted.request.known_failures:
         return wanted
     places = [folder / wanted.request.known_failures for folder in folders]

@@ -125,7 +125,7 @@ class Session:
     def judge(self) -> Judge:
         """The judge's process, started on first use."""
         if self._judge is None:
-            # The budget is one of the session, in which other tests run between case-runs and judges are replaced.
+            # The budget is one of the session, in which other tests run between case-runs.
             options = replace(self.options, budget_s=None)
             self._judge = JudgeProcess(options, self.request.device, place=self.judge_place)
         return self._judge

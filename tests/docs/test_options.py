@@ -11,6 +11,7 @@ from transcript import ROOT, fences_of
 
 from attn_testkit.cli import all_commands
 from attn_testkit.plugin import options as plugin_options
+from attn_testkit.running.planning import request
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _OURS = re.compile(r"(?:attn-testkit|-m attn_testkit) +((?:results )?[a-z]+)(?![\w.])")
@@ -37,7 +38,8 @@ def options_of() -> dict[str, set[str]]:
 
 
 def of_pytest() -> set[str]:
-    return set(_OPTION.findall(Path(str(plugin_options.__file__)).read_text()))
+    of_a_run = {f"--attn-{option.flag}" for option in request.options_of("pytest").values()}
+    return of_a_run | set(_OPTION.findall(Path(str(plugin_options.__file__)).read_text()))
 
 
 def of_scripts() -> set[str]:

@@ -134,7 +134,7 @@ class Options:
     timeout_s: float = field(
         default=300.0, metadata=offered(seconds("timeout"), "Time limit of one case-run.", flag="timeout")
     )
-    """After a failure each run of the diagnosis may take as long."""
+    """The limit of each run of the diagnosis after a failure, too."""
     gpus: tuple[str, ...] = ()
     """``CUDA_VISIBLE_DEVICES`` values, assigned to the processes in rotation; empty: all use what is visible."""
     in_process: bool = field(

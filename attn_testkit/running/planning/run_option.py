@@ -1,4 +1,4 @@
-"""What front ends need in order to offer an option of a run, in the metadata of its field in ``request.py``."""
+"""Options of a run as front ends offer them: the metadata of the fields in ``request.py``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RunOption:
     lacking: Mapping[FrontEnd, str] = field(default_factory=dict)
     """Front ends that do not offer it, with the reasons."""
     default: Any = _THE_FIELDS
-    """What front ends give if nobody says otherwise; else the default of the field."""
+    """Default of front ends if it differs from that of the field."""
     name: str = ""
     """Name of the field, and of the argument in Python. ``options_of`` fills it in."""
 
