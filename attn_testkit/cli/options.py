@@ -83,7 +83,7 @@ def _with(command: F, names: Sequence[str]) -> F:
 
 
 def asked_for(values: dict[str, Any], **more: Any) -> tuple[Request, Options]:
-    """The records of a command's values, some of which are of other options. ``more``: further fields of the request."""
+    """The records of a command's values, of which the others are left out. ``more``: further fields of the request."""
     given = {name: values[name] for name in _OF_RUN if name in values}
     backends = tuple(map(spec_of, given.pop("backends")))
     return asked("run", backends, given, command=command_line(), **more)

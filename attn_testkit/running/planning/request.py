@@ -56,6 +56,7 @@ class Request:
     device: str = field(default="auto", metadata=offered(DEVICE, "cpu emulates CUDA."))
     seed: int = field(default=0, metadata=offered(whole("seed"), "Random seed."))
     cases: tuple[str, ...] = field(default=(), metadata=offered(GLOB, "Only case ids like 'decode-*'.", flag="case"))
+    """Globs on case ids of the tier, or exact ids of any case."""
     command: str = ""
     """Front end or command that made the request, for the results file."""
     order: str = "listed"
@@ -126,7 +127,7 @@ class Options:
         default=1,
         metadata=offered(
             whole("jobs", 1),
-            "Processes on all GPUs.",
+            "Processes at the same time.",
             short="j",
             lacking={"pytest": _XDIST, "conformance_cases": _XDIST},
         ),
