@@ -153,5 +153,5 @@ def test_another_argument_is_refused_by_its_name_and_a_text_in_place_of_a_list_t
 
 
 def test_a_budget_puts_the_most_valuable_case_runs_first() -> None:
-    assert asked("check_backend", ("m:A",), {"budget_s": 9.0})[0].order == "most valuable"
-    assert asked("check_backend", ("m:A",), {})[0].order == "listed"
+    assert asked("run", ("m:A",), {"budget_s": 9.0})[0].order == "most valuable"
+    assert asked("run", ("m:A",), {})[0].order == "listed"

@@ -155,7 +155,10 @@ class Options:
             seconds("budget"),
             "Time after which no case-run begins.",
             flag="budget",
-            lacking={"conformance_cases": "each case-run is a test, and pytest decides which tests run"},
+            lacking={
+                "check_backend": "the rest of a run is run with --rest-of, which reads a results file",
+                "conformance_cases": "each case-run is a test, and pytest decides which tests run",
+            },
         ),
     )
     """Planning counts. The rest is reported as not run, and the most valuable case-runs come first."""
@@ -195,7 +198,6 @@ class CheckArguments(CaseArguments, total=False):
 
     jobs: int
     in_process: bool
-    budget_s: float | None
 
 
 def _options_of(record: type[Request | Options]) -> dict[str, RunOption]:
