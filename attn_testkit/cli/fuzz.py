@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,32 +20,15 @@ from ..results.failure_text import format_failure
 from ..results.names import FUZZ
 from ..results.run_header import RunHeader, exit_code
 from ..running.planning.request import EXECUTIONS, Request
+from ..running.planning.run_option import MINUTES
 from .one_by_one import OneByOne
-from .options import command_line, one_backend, run_option
+from .options import Value, command_line, one_backend, run_option
 from .run import Interrupts, terminated_like_interrupted
 from .show import LOG_SECONDS, echo_header
 
 if TYPE_CHECKING:
     from ..fuzz.database import Database
     from ..fuzz.search import Found, Search
-
-MOST_MINUTES = 60.0 * 24 * 7
-
-
-class Minutes(click.ParamType[float]):
-    """The duration of a search in minutes."""
-
-    name = "minutes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Accept a number of minutes, or show what one looks like."""
-        try:
-            minutes = float(value)
-        except ValueError:
-            raise UsageError(f"minutes is {value!r}; expected a number, such as 10 or 0.5") from None
-        if math.isnan(minutes) or not 0 < minutes <= MOST_MINUTES:
-            raise UsageError(f"minutes is {minutes:g}; expected more than 0, and at most {MOST_MINUTES:g}")
-        return minutes
 
 
 @click.command(
@@ -59,7 +41,7 @@ Examples:
 Exit code 0: nothing found; whether the backend conforms, only `run` says. 1: found. 2: interrupted. 5: nothing ran.""",
 )
 @one_backend
-@click.option("--minutes", type=Minutes(), default=5.0, show_default=True, metavar="N", help="How long to search.")
+@click.option("--minutes", type=Value(MINUTES), default=5.0, show_default=True, help="How long to search.")
 @click.option("--runs", type=click.IntRange(1), metavar="N", help="Run at most N case-runs, the same ones each time.")
 @run_option("seed")
 @run_option("modes")

@@ -274,7 +274,7 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "--timeout", "-1"], "timeout is -1; expected seconds above 0"),
         (["run", "-b", "fake:ok", "--timeout", "0"], "timeout is 0; expected seconds above 0"),
         (["run", "-b", "fake:ok", "--timeout", "inf"], "timeout is inf; expected seconds above 0"),
-        (["run", "-b", "fake:ok", "--timeout", "5m"], "timeout is '5m'; expected seconds, such as 300"),
+        (["run", "-b", "fake:ok", "--timeout", "5m"], "timeout is '5m'; expected seconds, such as 60"),
         (["audit", "--timeout", "nan"], "timeout is nan; expected seconds above 0"),
         (["audit", "--seed", "-1"], "seed is -1; expected a whole number from 0 up"),
         (["run", "-b", "fake:ok", "--seed", "-1"], "seed is -1; expected a whole number from 0 up"),

@@ -176,7 +176,7 @@ def test_nothing_selected_is_five(empty, workers):
             "timeout is nan; expected seconds above 0",
         ),
         (("--attn-backend=fake:ok", "--attn-timeout=-1"), "timeout is -1; expected seconds above 0"),
-        (("--attn-backend=fake:ok", "--attn-timeout=5m"), "timeout is '5m'; expected seconds, such as 300"),
+        (("--attn-backend=fake:ok", "--attn-timeout=5m"), "timeout is '5m'; expected seconds, such as 60"),
         (("--attn-backend=fake:ok", "--attn-seed=-1"), "seed is -1; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-min-cases=-1"), "min-cases is -1; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-case=nope-*"), "no case matches 'nope-*'"),

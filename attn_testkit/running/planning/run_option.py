@@ -52,14 +52,17 @@ def one_of(what: str, words: Sequence[str], metavar: str = "") -> Kind:
 
 def seconds(what: str) -> Kind:
     """A duration in seconds."""
+    return _duration(what, "seconds", MOST_SECONDS, "S")
 
+
+def _duration(what: str, unit: str, most: float, metavar: str) -> Kind:
     def check(value: object) -> None:
         if not isinstance(value, int | float):
-            raise UsageError(f"{what} is {value!r}; expected seconds, such as 300")
-        if not 0 < value <= MOST_SECONDS:
-            raise UsageError(f"{what} is {value:g}; expected seconds above 0, and at most {MOST_SECONDS:g}")
+            raise UsageError(f"{what} is {value!r}; expected {unit}, such as 60")
+        if not 0 < value <= most:
+            raise UsageError(f"{what} is {value:g}; expected {unit} above 0, and at most {most:g}")
 
-    return Kind("S", check, float, "seconds")
+    return Kind(metavar, check, float, unit)
 
 
 def whole(what: str, least: int = 0) -> Kind:
@@ -78,6 +81,7 @@ def _check_device(name: str) -> None:
         raise UsageError(f"unknown device {name!r}{near} (auto, cuda, cuda:0, or cpu, which emulates CUDA)")
 
 
+MINUTES = _duration("minutes", "minutes", 7 * 24 * 60.0, "M")
 DEVICE = Kind("auto|cuda|cuda:N|cpu", _check_device)
 FILE, GLOB, SPEC, SWITCH = Kind("FILE"), Kind("GLOB"), Kind("SPEC"), Kind("")
 

@@ -11,12 +11,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from attn_testkit.cli.options import F, run_option
+from attn_testkit.cli.options import F, Value, run_option
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import write_text
+from attn_testkit.running.planning.run_option import MINUTES
 
 _LOG_SECONDS = 15.0
-_Minutes = click.FloatRange(0, min_open=True)
 _OWN = {
     "modules": "--mutate", "modes": "--mode", "sample": "--sample", "most": "--most", "minutes": "--minutes",
     "journal": "--journal", "equivalents": "--equivalent",
@@ -32,7 +32,7 @@ def mutant_options(command: F) -> F:
         run_option("modes"),
         click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N random mutants."),
         click.option("--most", type=click.IntRange(0), metavar="N", help="At most N core case-runs per mutant."),
-        click.option("--minutes", type=_Minutes, metavar="M", help="Start no mutant after M minutes."),
+        click.option("--minutes", type=Value(MINUTES), help="Start no mutant after M minutes."),
         click.option("--journal", type=click.Path(), metavar="FILE", help="Keep verdicts here, and resume."),
         click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="Mutants to ignore."),
     ]  # fmt: skip
