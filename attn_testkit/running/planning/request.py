@@ -269,11 +269,12 @@ def with_options(front_end: FrontEnd) -> Callable[[F], F]:
 
 def _check(record: Request | Options) -> None:
     """Raise ``UsageError`` for a number or a word that makes no sense."""
-    for name, option in _options_of(type(record)).items():
-        value = getattr(record, name)
-        for each in value if option.repeatable else (value,):
-            if each is not None:
-                option.kind.check(each)
+    for each in fields(record):
+        option: RunOption | None = each.metadata.get("option")
+        value = getattr(record, each.name)
+        if option and not (value is None and each.default is None):
+            for one in value if isinstance(value, tuple) else (value,):
+                option.kind.check(one)
 
 
 @dataclass(frozen=True)
