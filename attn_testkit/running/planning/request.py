@@ -132,9 +132,7 @@ class Options:
             lacking={"pytest": _XDIST, "conformance_cases": _XDIST},
         ),
     )
-    timeout_s: float = field(
-        default=300.0, metadata=offered(seconds("timeout"), "Time limit of one case-run.", flag="timeout")
-    )
+    timeout_s: float = field(default=300.0, metadata=offered(seconds("timeout"), "Time limit of one case-run."))
     """The limit of each run of the diagnosis after a failure, too."""
     gpus: tuple[str, ...] = ()
     """``CUDA_VISIBLE_DEVICES`` values, assigned to the processes in rotation; empty: all use what is visible."""
@@ -154,7 +152,6 @@ class Options:
         metadata=offered(
             seconds("budget"),
             "Time after which no case-run begins.",
-            flag="budget",
             lacking={
                 "check_backend": "the rest of a run is run with --rest-of, which reads a results file",
                 "conformance_cases": "each case-run is a test, and pytest decides which tests run",

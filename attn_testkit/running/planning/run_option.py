@@ -95,7 +95,7 @@ class RunOption:
     kind: Kind
     help: str
     flag: str = ""
-    """Name on command lines without its dashes; empty: that of the field."""
+    """Name on command lines without its dashes; empty: that of the field without ``_s``, which stands for seconds."""
     short: str = ""
     """A short form on the command line of the kit, as ``-j``."""
     ini: bool = False
@@ -110,7 +110,7 @@ class RunOption:
     def of_field(self, name: str, default: Any) -> RunOption:
         """The option with what its field says."""
         default = default if self.default is _THE_FIELDS else self.default
-        return replace(self, name=name, flag=self.flag or name.replace("_", "-"), default=default)
+        return replace(self, name=name, flag=self.flag or name.removesuffix("_s").replace("_", "-"), default=default)
 
     @property
     def help_with_unit(self) -> str:
