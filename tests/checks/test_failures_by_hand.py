@@ -167,6 +167,29 @@ def test_a_sync_of_what_a_graph_captures_too_is_said_to_stop_the_capture(phase: 
 
 
 @pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("constructor", "the constructor"),
+        ("graph state", "init_cuda_graph_state"),
+        ("plan", "init_forward_metadata"),
+        ("forward", "forward"),
+        ("forward without k and v", "forward"),
+        ("plan for capture", "init_forward_metadata_out_graph(in_capture=True)"),
+        ("warm-up", "a warm-up before capture"),
+        ("plan before capture", "init_forward_metadata_before_capture"),
+        ("plan for replay", "init_forward_metadata_out_graph before a replay"),
+        ("replay", "replay"),
+        ("read back", "reading the results back"),
+        ("verify mask", "verify_mask"),
+        ("fill value", "get_cuda_graph_seq_len_fill_value"),
+        ("kernels", "kernels"),
+    ],
+)
+def test_a_phase_is_called_by_what_its_author_wrote(phase: str, words: str) -> None:
+    assert from_exception(named("R"), phase, "", needs_cpu_lengths=True).headline == f"{words} raised R: it broke"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "CUDA error: device-side assert triggered",
