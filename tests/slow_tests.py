@@ -125,6 +125,13 @@ SLOW: tuple[str, ...] = (
     "tests/minimize/test_dimensions.py::test_what_is_nearer_differs_in_no_dimension_in_which_the_case_does_not",
     "tests/cases/test_steps.py::test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pages[",
     "tests/backends/test_flex.py",
+    "tests/backends/test_flashinfer.py::test_every_kind_of_case_passes_and_says_that_its_kernels_are_emulated[",
+    "tests/backends/test_flashinfer.py::test_a_historic_mistake_is_caught[",
+    "tests/running/test_killed_processes.py",
+    "tests/families/test_prefix_cache_states.py::test_mistakes_are_found[",
+    "tests/families/test_row_formats.py::test_mistakes_about_formats_are_found_and_named[",
+    "tests/diagnosis/test_hints_of_spans.py::test_a_rule_of_spans_that_a_backend_gets_wrong_is_named_and_no_other[",
+    "tests/running/test_failure_texts.py::test_the_hint_points_at_the_bug_and_at_nothing_else[",
 )
 
 

@@ -457,5 +457,5 @@ _RECORDS: Mapping[str, type[Windows | Spans | ServerConventions | CrossAttention
 
 def unwritten(declared: Capabilities) -> frozenset[str]:
     """The names in ``GUESSED`` that the author did not write. A value that equals the default is written, too."""
-    found: frozenset[str] = declared._unwritten
+    found: frozenset[str] = vars(declared)["_unwritten"]
     return found
