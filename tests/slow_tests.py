@@ -132,6 +132,9 @@ SLOW: tuple[str, ...] = (
     "tests/families/test_row_formats.py::test_mistakes_about_formats_are_found_and_named[",
     "tests/diagnosis/test_hints_of_spans.py::test_a_rule_of_spans_that_a_backend_gets_wrong_is_named_and_no_other[",
     "tests/running/test_failure_texts.py::test_the_hint_points_at_the_bug_and_at_nothing_else[",
+    "tests/families/test_state_trees.py::test_offsets_of_32_bits_are_caught_and_others_pass",
+    "tests/families/test_state_trees.py::test_mistakes_with_branches_are_named[",
+    "tests/families/test_state_trees.py::test_drafts_that_branch_pass[",
 )
 
 
