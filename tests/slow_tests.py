@@ -135,6 +135,7 @@ SLOW: tuple[str, ...] = (
     "tests/families/test_state_trees.py::test_offsets_of_32_bits_are_caught_and_others_pass",
     "tests/families/test_state_trees.py::test_mistakes_with_branches_are_named[",
     "tests/families/test_state_trees.py::test_drafts_that_branch_pass[",
+    "tests/backends/test_flashinfer_ragged.py::test_a_mistake_in_a_part_is_caught[",
 )
 
 
