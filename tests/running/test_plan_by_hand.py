@@ -20,7 +20,6 @@ from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.plan import _unsatisfiable, plan_run
 from attn_testkit.running.planning.request import (
     Item,
-    Options,
     Plan,
     Request,
     bare_result,
@@ -223,9 +222,9 @@ def test_every_wildcard_is_one(wildcard: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tier": "smok"}, "unknown tier 'smok'; did you mean 'smoke'? (known: smoke, core, full)"),
-        ({"modes": ("decod",)}, "unknown mode 'decod'; did you mean 'decode'? (known: decode, "),
-        ({"executions": ("graphs",)}, "unknown execution 'graphs'; did you mean 'graph'? (known: eager, graph)"),
+        ({"tier": "smok"}, "unknown tier 'smok'; did you mean 'smoke'?"),
+        ({"modes": ("decod",)}, "unknown mode 'decod'; did you mean 'decode'?"),
+        ({"executions": ("graphs",)}, "unknown execution 'graphs'; did you mean 'graph'?"),
         ({"cases": ("decode-x*", "y*")}, "no case matches decode-x*, y*; correct it or remove it"),
         ({"cases": ("decode-x",)}, "decode-x"),
     ],
@@ -297,7 +296,7 @@ until = {until}
 def prepared(tmp_path, cases: str, *more: Plan | UsageError):
     (tmp_path / "known.toml").write_text(ENTRY.format(cases=cases, until=datetime.datetime.now(datetime.UTC).date()))
     judge = Judge(PLAN, *more)
-    return prepare(judge, Request(("a:B",)), tmp_path / "known.toml"), judge  # type: ignore[arg-type]
+    return prepare(judge, Request(("a:B",), known_failures=tmp_path / "known.toml")), judge  # type: ignore[arg-type]
 
 
 def test_a_quarantined_case_is_accounted_for_and_not_launched(tmp_path) -> None:
@@ -362,10 +361,6 @@ def test_the_exit_code_never_hides_a_problem_and_three_is_our_own_fault() -> Non
     assert final_code(nothing, []) == 5
     assert final_code(nothing, [], ["expired"]) == 1
     assert final_code(HEADER, passed, ["expired"], interrupted=True) == 2
-
-
-def test_options_are_one_process_and_five_minutes() -> None:
-    assert Options() == Options(jobs=1, timeout_s=300.0, gpus=(), in_process=False)
 
 
 def test_what_is_too_large_for_a_cpu_is_not_run_there_unless_it_is_named() -> None:
