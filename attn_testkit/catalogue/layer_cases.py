@@ -4,11 +4,12 @@ whole pages, and with heads that differ from one layer to the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..cases.case import Case
 from ..cases.co_residents import with_other_heads
+from ..cases.declared import within_declared
 from ..cases.dimensions.layers import fields_with_shapes
 from ..cases.dimensions.rows import most_rows
 from ..cases.head_layouts import by_layer
@@ -18,6 +19,7 @@ from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Accepted, Extend, room_for
 from ..contract import ROW_FORMATS, Capabilities, HeadShape
 from .layer_options import with_options, without_options
+from .never_together import features
 
 _RANK = Layers(3, 5)
 _LENS = (21, 40, 4)
@@ -75,6 +77,30 @@ def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterat
         yield with_shapes(most.with_changes(layers=replace(_RANK, groups=True)), pairs[0])
     for shapes in pairs[-1:]:
         yield with_shapes(minimal.with_changes(prefixes=_SPLIT_LENS), shapes)
+
+
+def shaped_cases(declared: Capabilities, found: Sequence[Case]) -> Iterator[Case]:
+    """Heads by layer with each feature that they are declared with: cases of the array (``found``), as few as have all,
+    with the first pair of shapes."""
+    pairs = declared_shapes(declared) if declared.heads_by_layer and by_layer(declared) else []
+    if not pairs or not found:
+        return
+    tests = features(declared, found[0].mode, found[0])
+    shaped = [made for case in found if (made := _shaped(declared, case, pairs[0])) is not None]
+    left = {name for name, test in tests.items() if any(map(test, shaped))}
+    while left:
+        best = max(shaped, key=lambda case: (sum(tests[name](case) for name in left), -sum(case.prefixes)))
+        yield best
+        left -= {name for name in left if tests[name](best)}
+
+
+def _shaped(declared: Capabilities, case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case | None:
+    """``case`` with two shapes of layers, without KV splits, if it may have them."""
+    try:
+        made = with_shapes(case.with_changes(layers=_RANK, kv_splits="", merged_by_backend=False), shapes)
+    except ValueError:
+        return None
+    return made if nearest_declared(declared, made) == made and within_declared(declared, made) else None
 
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:

@@ -30,9 +30,10 @@ from .indexer_cases import indexer_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
 from .kv_splits import split_cases
 from .large_cases import batch_mates_cases, large_cases, switch_cases
-from .layer_cases import layer_cases
+from .layer_cases import layer_cases, shaped_cases
 from .many_requests import many_request_cases
 from .named import named_cases, named_from, smallest_of, verify_loop_cases, without_options_of
+from .never_together import meeting_cases
 from .page_counts import page_count_cases
 from .pool_layouts import pool_layout_cases
 from .row_edges import row_edge_cases
@@ -58,6 +59,8 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
             found = list(states.values())
             small = cases_for_uncovered(declared, mode, tier, found, partial(within_declared, declared), small_base)
             states.update((each.id, each) for each in small)
+            met = meeting_cases(declared, mode, list(states.values()))
+            states.update((each.id, each) for each in met if within_declared(declared, each))
         return tuple(states.values())
     if array_of(declared, mode, tier).is_empty or not declared.kv_layouts:
         return ()
@@ -81,6 +84,10 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
         case = nearest_declared(declared, each.with_seed(seed))
         if within_declared(declared, case):
             cases.setdefault(case.id, case)
+    if tier != "smoke":
+        for each in meeting_cases(declared, mode, list(cases.values())):
+            if within_declared(declared, each):
+                cases.setdefault(each.id, each)
     return tuple(cases.values())
 
 
@@ -92,6 +99,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, fou
         yield from split_cases(declared, base)
         yield from extreme_cases(declared, base)
         yield from layer_cases(declared, base)
+        yield from shaped_cases(declared, found)
         yield from one_head_cases(declared, base)
         yield from row_edge_cases(declared, tier, base)
         yield from three_kv_heads_cases(declared, base)

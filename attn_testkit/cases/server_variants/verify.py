@@ -51,4 +51,5 @@ NO_TREE_TENSORS = ServerVariant(
     _bare,
     _fits_bare,
     gives_none=True,
+    excludes={"branching trees": "the tree of a chain is known without its tensors"},
 )

@@ -1,0 +1,127 @@
+"""Declared features that no case has, or no case has together, and what excludes them.
+
+A feature is an option that is declared, or a server variant. ``EXCLUSIVE`` of ``cases/fields.py`` and ``excludes`` of
+server variants say why some have no case together. What they do not explain is a gap of the catalogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from ..cases.case import Case
+from ..cases.fields import EXCLUSIVE, THINGS
+from ..cases.server_variants import SERVER_VARIANTS, ServerVariant, all_fit
+from ..contract import Capabilities, ForwardMode
+from .not_covered import DECLARED_VALUES
+
+_OPTIONS = "selections without a key, and with -1 before keys, are made by the kit, and an indexer makes neither"
+_RULES = (
+    *EXCLUSIVE,
+    ("-1 before selected keys", "layers that use the selection of another", _OPTIONS),
+    ("rows without a key", "layers that use the selection of another", _OPTIONS),
+    *((word, name, why) for word, each in SERVER_VARIANTS.items() for name, why in each.excludes.items()),
+)
+_ALONE = "it has small cases of its own, because one costs as much as several"
+_FROM = "server."
+
+
+@dataclass(frozen=True)
+class NeverTogether:
+    """Features that no case of a mode has together; of one alone, that no case has it at all."""
+
+    mode: ForwardMode
+    features: tuple[str, ...]
+    why: str
+    """What excludes them; empty if nothing does."""
+
+    def __str__(self) -> str:
+        return " with ".join(self.features) + (f": {self.why}" if self.why else "")
+
+
+def never_together(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[NeverTogether]:
+    """Each declared feature, and each two of them, that none of ``cases`` has in ``mode``."""
+    own = [case for case in cases if case.mode is mode]
+    if not own:
+        return []
+    tests = features(declared, mode, next((case for case in own if not case.variants), own[0]))
+    has = {name: frozenset(case.id for case in own if test(case)) for name, test in tests.items()}
+    of_mode = _common(own)
+    brings = {name: of_mode | {name} | _common([case for case in own if case.id in ids]) for name, ids in has.items()}
+    found = [NeverTogether(mode, (name,), _why(brings[name], of_mode)) for name, ids in has.items() if not ids]
+    tried = [name for name, ids in has.items() if ids]
+    return found + [
+        NeverTogether(mode, (one, other), _alone(one, other) or _why(brings[one], brings[other]))
+        for one, other in combinations(tried, 2)
+        if not has[one] & has[other]
+    ]
+
+
+def meeting_cases(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> Iterator[Case]:
+    """Cases of server variants that ``cases`` have not, or not with another feature, although nothing excludes them:
+    the one with the fewest keys that has the feature, and the variant in addition."""
+    if not cases:
+        return
+    tests = features(declared, mode, cases[0])
+    for gap in never_together(declared, mode, cases):
+        words = [name for name in gap.features if name in SERVER_VARIANTS]
+        if gap.why or not words:
+            continue
+        others = [tests[name] for name in gap.features if name != words[-1]]
+        for case in sorted((each for each in cases if all(test(each) for test in others)), key=_size):
+            made = _with_variant(declared, case, words[-1])
+            if made is not None:
+                yield made
+                break
+
+
+def _size(case: Case) -> tuple[int, int]:
+    return sum(case.prefixes), len(case.variants)
+
+
+def _with_variant(declared: Capabilities, case: Case, word: str) -> Case | None:
+    try:
+        made = case.with_changes(variants=case.variants | {word})
+    except ValueError:
+        return None
+    return made if all_fit(declared, made) else None
+
+
+def features(declared: Capabilities, mode: ForwardMode, plain: Case) -> Mapping[str, Callable[[Case], bool]]:
+    """Name of each declared feature -> whether a case has it. ``plain``: a case of the mode without server variants."""
+    options = {
+        name: THINGS.get(name, lambda case, covered=covered, name=name: covered.tried(declared, case) == name)
+        for name, covered in DECLARED_VALUES.items()
+        if list(covered.declared(declared, mode)) == [name]
+    }
+    variants = {
+        word: lambda case, word=word: word in case.variants
+        for word, each in SERVER_VARIANTS.items()
+        if each.capability.startswith(_FROM) and _is_declared(each, declared, plain)
+    }
+    return options | variants
+
+
+def _is_declared(variant: ServerVariant, declared: Capabilities, plain: Case) -> bool:
+    """True if it has cases made of ``plain``, or would have one that is excluded."""
+    try:
+        return any(variant.cases(declared, plain))
+    except ValueError:
+        return True
+
+
+def _common(cases: Sequence[Case]) -> frozenset[str]:
+    """Things and server variants that all of ``cases`` have."""
+    if not cases:
+        return frozenset()
+    things = frozenset(name for name, has in THINGS.items() if all(map(has, cases)))
+    return things.union(frozenset.intersection(*(case.variants for case in cases)))
+
+
+def _alone(one: str, other: str) -> str:
+    return _ALONE if any(name in SERVER_VARIANTS and SERVER_VARIANTS[name].alone for name in (one, other)) else ""
+
+
+def _why(one: frozenset[str], other: frozenset[str]) -> str:
+    return next((why for a, b, why in _RULES if (a in one and b in other) or (a in other and b in one)), "")
