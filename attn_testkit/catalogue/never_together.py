@@ -36,9 +36,6 @@ class NeverTogether:
     why: str
     """What excludes them; empty if nothing does."""
 
-    def __str__(self) -> str:
-        return " with ".join(self.features) + (f": {self.why}" if self.why else "")
-
 
 def never_together(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[NeverTogether]:
     """Each declared feature, and each two of them, that none of ``cases`` has in ``mode``."""
@@ -56,6 +53,22 @@ def never_together(declared: Capabilities, mode: ForwardMode, cases: Sequence[Ca
         for one, other in combinations(tried, 2)
         if not has[one] & has[other]
     ]
+
+
+def describe_never_together(
+    declared: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Features that no case has, and those that no case has together: a phrase for each, with the modes if it is not
+    so in all, and with the reason if there is one."""
+    found: dict[tuple[tuple[str, ...], str], list[ForwardMode]] = {}
+    for mode in modes:
+        for gap in never_together(declared, mode, cases):
+            found.setdefault((gap.features, gap.why), []).append(mode)
+    single, several = [], []
+    for (names, why), where in found.items():
+        phrase = " with ".join(names) + (f" ({', '.join(where)})" if len(where) < len(modes) else "")
+        (single if len(names) == 1 else several).append(f"{phrase}: {why}" if why else phrase)
+    return tuple(single), tuple(several)
 
 
 def meeting_cases(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> Iterator[Case]:

@@ -53,14 +53,16 @@ def not_covered(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]
 
 
 def describe_not_covered(
-    declared: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case]
+    declared: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case], each: bool = False
 ) -> tuple[str, ...]:
     """Values that ``not_covered`` finds in ``modes``, in words: one phrase for the values of a capability that the same
-    modes lack."""
+    modes lack. ``each``: only values of which every single one is tried, no bounds and no ranges of numbers."""
     lacking: dict[tuple[str, Value | None], list[ForwardMode]] = {}
     for mode in modes:
         own = [case for case in cases if case.mode is mode]
         for name, value in not_covered(declared, mode, own):
+            if each and (DECLARED_VALUES[name].bound or DECLARED_VALUES[name].sampled):
+                continue
             lacking.setdefault(_words(declared, DECLARED_VALUES[name], value, own), []).append(mode)
     phrases: dict[tuple[str, tuple[ForwardMode, ...]], list[Value]] = {}
     for (words, one), where in lacking.items():

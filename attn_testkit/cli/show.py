@@ -21,6 +21,7 @@ from ..reports.verdict import conclude, next_lines, not_tried_lines
 from ..results.case_result import BAD, RAN, CaseResult, remarks_of
 from ..results.names import FUZZ
 from ..results.remarks import (
+    excluded_lines,
     launch_lines,
     left_lines,
     not_declared_lines,
@@ -138,6 +139,8 @@ def print_summary(
     how = "" if show_not_covered else "--show-not-covered lists them"
     concluded = conclude(header, results, problems=problems, interrupted=interrupted)
     for line in [*left_lines(header, results), *not_tried_lines(header, concluded, how)]:
+        click.echo(line)
+    for line in excluded_lines(header.excluded) if show_not_covered else ():
         click.echo(line)
     for line in not_declared_lines(header.not_declared):
         click.echo(line)

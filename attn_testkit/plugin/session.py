@@ -22,6 +22,7 @@ from ..reports.verdict import conclude, narrowed, next_lines, not_tried_lines
 from ..results.case_result import BAD, RAN, CaseResult, remarks_of
 from ..results.failure_text import format_failure
 from ..results.remarks import (
+    excluded_lines,
     launch_lines,
     left_lines,
     not_declared_lines,
@@ -268,6 +269,8 @@ class Session:
         how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
         concluded = conclude(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         for line in [*left_lines(self.header, self.results), *not_tried_lines(self.header, concluded, how)]:
+            terminal.line(line)
+        for line in excluded_lines(self.header.excluded) if self.show_not_covered else ():
             terminal.line(line)
         for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)

@@ -14,6 +14,7 @@ from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts, 
 from ..results.failure_text import repro_command
 from ..results.names import MODES
 from ..results.remarks import (
+    excluded_lines,
     launch_lines,
     left_lines,
     not_covered_lines,
@@ -238,6 +239,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
             *(line.replace("`", "") for line in printed_lines(runs)),
         ],
         "launch_lines": launch_lines(report.header, report.results),
+        "excluded": excluded_lines(report.header.excluded),
         "not_covered": [*left_lines(report.header, runs), *not_covered_lines(report.header.not_covered)],
         "hints": remarks_of(results).most_common(),
         "seconds_of": seconds_of,

@@ -268,6 +268,8 @@ def _header_from_plain(data: Mapping[str, Any]) -> RunHeader:
     values |= {
         "limits": tuple(values["limits"]),
         "not_covered": {spec: tuple(phrases) for spec, phrases in values.get("not_covered", {}).items()},
+        "lacking": {spec: tuple(phrases) for spec, phrases in values.get("lacking", {}).items()},
+        "excluded": {spec: tuple(phrases) for spec, phrases in values.get("excluded", {}).items()},
         "notes": {spec: tuple(texts) for spec, texts in values.get("notes", {}).items()},
         "not_declared": {spec: tuple(texts) for spec, texts in values.get("not_declared", {}).items()},
         "selection": Selection(**{**selection, "by": tuple(selection.get("by", ()))}),

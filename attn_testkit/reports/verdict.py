@@ -115,6 +115,8 @@ def _words(
         lacking = sum(bool(row.case) and row.status is Status.UNSUPPORTED for row in rows)
         undeclared = f"; {lacking} selected case-runs are not declared" if lacking else ""
         return _partial(header, runs, ran, passed, undeclared + emulated)
+    if lacking := _named(header, header.lacking):
+        return "PARTIAL", f"{text}; no case tries {lacking}, which is declared{emulated}"
     return f"CONFORMANT ({header.tier})", f"{text}{_not_tried(header)}{emulated}"
 
 
@@ -127,13 +129,12 @@ def _not_tried(header: RunHeader) -> str:
     count = _count_not_tried(header)
     if not count or count > MOST_NOT_TRIED:
         return f"; {count} declared values were not tried" if count else ""
+    return f"; not tried: {_named(header, header.not_covered)}"
+
+
+def _named(header: RunHeader, phrases: Mapping[str, Sequence[str]]) -> str:
     several = len(header.backends) > 1
-    named = (
-        f"{phrase} of {spec}" if several else phrase
-        for spec, phrases in header.not_covered.items()
-        for phrase in phrases
-    )
-    return f"; not tried: {'; '.join(named)}"
+    return "; ".join(f"{each} of {spec}" if several else each for spec, some in phrases.items() for each in some)
 
 
 def _count_not_tried(header: RunHeader) -> int:

@@ -24,6 +24,15 @@ def not_covered_lines(not_covered: Mapping[str, Sequence[str]], how: str = "") -
     ]
 
 
+def excluded_lines(excluded: Mapping[str, Sequence[str]]) -> list[str]:
+    """``RunHeader.excluded``, one line for each two features."""
+    return [
+        f"never together{f' ({spec})' if len(excluded) > 1 else ''}: {phrase}"
+        for spec, phrases in excluded.items()
+        for phrase in phrases
+    ]
+
+
 def _values(count: int) -> str:
     return f"{count} declared value{'s' if count != 1 else ''}"
 

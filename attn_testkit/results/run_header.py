@@ -62,6 +62,11 @@ class RunHeader:
     not_covered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> declared values, in the modes that ran, that no case of the run covers. Empty if cases were named by
     hand."""
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Spec -> those of ``not_covered`` that cases of the tier could have: no larger number than any case has, and none
+    of many numbers of which a tier takes some. Empty in smoke, which takes some values of everything."""
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Spec -> declared features that no case has together, and what excludes them. Empty in smoke."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
     of it are missing and done in torch."""

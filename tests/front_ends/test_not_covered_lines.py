@@ -60,6 +60,27 @@ def test_the_terminal_has_it_above_the_verdict(capsys: pytest.CaptureFixture[str
         assert (f"{LINE}; a; b" in capsys.readouterr().out.splitlines()) is bool(lines)
 
 
+def test_a_declared_value_that_the_tier_could_have_tried_makes_a_green_run_partial() -> None:
+    made = report(LEFT)
+    header = replace(made.header, tier="core", lacking={SPEC: ("narrower_widths (target-verify): why",)})
+    found = conclude(header, made.results)
+    assert found.word == "PARTIAL"
+    assert "; no case tries narrower_widths (target-verify): why, which is declared" in str(found)
+    assert conclude(replace(header, lacking={SPEC: ()}), made.results).word == "CONFORMANT (core)"
+
+
+def test_what_is_never_together_is_shown_where_one_asks_for_it_and_on_the_page(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = report({})
+    made = replace(made, header=replace(made.header, excluded={SPEC: ("a with b: reason <1>",)}))
+    line = "never together: a with b: reason <1>"
+    for asked in (False, True):
+        print_summary(made.header, made.results, problems=(), interrupted=False, code=0, show_not_covered=asked)
+        assert (line in capsys.readouterr().out.splitlines()) is asked
+    assert "never together: a with b: reason &lt;1&gt;" in html_page(made)
+
+
 def test_a_verdict_names_three_declared_values_that_nothing_tried_and_no_line_repeats_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -174,6 +174,8 @@ class Covered:
     """A larger value that is tried covers the smaller ones."""
     most: int | None = None
     """Largest value of a bound that a case is made for."""
+    sampled: bool = False
+    """True: a range of numbers may be declared, of which a tier takes some."""
 
     def covers(self, found: Value | None, value: Value) -> bool:
         """Return True if a case that tries ``found`` tries ``value``."""

@@ -194,6 +194,7 @@ HEADS = Dimension(
             _group_of,
             lambda declared, case, group: _with(declared, case, _group(declared, group)),
             largest_first=True,
+            sampled=True,
         ),
         Covered(
             "state group",
@@ -202,6 +203,7 @@ HEADS = Dimension(
             _state_group_of,
             lambda declared, case, group: {"heads": Heads(_states_of_groups(declared)[0], 2 * group, 2)},
             largest_first=True,
+            sampled=True,
         ),
         Covered(
             "mla_heads",
@@ -210,6 +212,7 @@ HEADS = Dimension(
             lambda declared, case: case.heads.q_heads if case.heads.layout.values_in_keys else None,
             lambda declared, case, heads: _with(declared, case, latent_heads(declared, heads)),
             largest_first=True,
+            sampled=True,
         ),
     ),
     simpler=of_fields(

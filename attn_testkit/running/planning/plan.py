@@ -14,6 +14,7 @@ from ...cases.case import Case, parse_case
 from ...cases.declared import not_declared
 from ...cases.head_layouts import latent
 from ...catalogue.large_cases import too_large_for_a_cpu
+from ...catalogue.never_together import describe_never_together
 from ...catalogue.not_covered import describe_not_covered
 from ...catalogue.tiers import generate
 from ...contract import Capabilities, Execution, ForwardMode
@@ -66,6 +67,8 @@ def plan_run(
     items: list[tuple[Item, Case]] = []
     preset: list[CaseResult] = []
     not_covered: dict[str, tuple[str, ...]] = {}
+    lacking: dict[str, tuple[str, ...]] = {}
+    excluded: dict[str, tuple[str, ...]] = {}
     notes: dict[str, tuple[str, ...]] = {}
     sources: dict[str, Mapping[str, str]] = {}
     undeclared: dict[str, tuple[str, ...]] = {}
@@ -97,14 +100,20 @@ def plan_run(
             whole |= _whole(candidate.spec, declared, request, environment, broken)
         if not request.cases:
             own = [case for _, case in items[first:]]
-            values = describe_not_covered(declared, list(dict.fromkeys(case.mode for case in own)), own)
+            of_modes = list(dict.fromkeys(case.mode for case in own))
+            values = describe_not_covered(declared, of_modes, own)
             bits = _rows_not_compared(declared, items[first:])
-            not_covered[candidate.spec] = (*values, *_without_eager(declared, items[first:]), *bits)
+            missing: tuple[str, ...] = ()
+            if request.tier != "smoke":
+                missing, excluded[candidate.spec] = describe_never_together(declared, of_modes, own)
+                lacking[candidate.spec] = (*missing, *describe_not_covered(declared, of_modes, own, each=True))
+            not_covered[candidate.spec] = (*values, *missing, *_without_eager(declared, items[first:]), *bits)
     _refuse_unmatched(request, matched, plans_nothing=not items and not preset)
     failed = sum(row.status is Status.FAILED for row in preset)
     selection = selection_of(request, [item for item, _ in items], whole, failed)
+    header = _header(request, environment, len(items) + failed, not_covered, notes, sources, undeclared, selection)
     return Plan(
-        header=_header(request, environment, len(items) + failed, not_covered, notes, sources, undeclared, selection),
+        header=replace(header, lacking=lacking, excluded=excluded),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,

@@ -325,7 +325,9 @@ class Plan:
         """The plan without its items, as needed to run any of them: it is sent with every case-run of pytest."""
         return replace(
             self,
-            header=replace(self.header, explained={}, not_covered={}, notes={}, not_declared={}),
+            header=replace(
+                self.header, explained={}, not_covered={}, lacking={}, excluded={}, notes={}, not_declared={}
+            ),
             items=(),
             preset=(),
             elsewhere=(),
