@@ -54,7 +54,8 @@ def _wider(case: Fields) -> int:
 
 def _undeclared_wider(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     more = first_undeclared((16, 32, 48), declared.wider_keys)
-    if more is None or any(layer.head_layout.values_in_keys for layer in context.layers):
+    # Layers that keep a state have a width of keys of their own.
+    if more is None or context.state is not None or any(layer.head_layout.values_in_keys for layer in context.layers):
         return None
     layers = tuple(replace(layer, head_dim=layer.v_head_dim + more) for layer in context.layers)
     pool = pool_like(context, layers=layers)
