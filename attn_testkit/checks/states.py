@@ -13,6 +13,7 @@ from ..cases.case import Case
 from ..cases.layers import PERIOD
 from ..cases.state import UNIT_KEYS
 from ..families.hybrid.data import states_in
+from ..families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
@@ -322,7 +323,30 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     ]
     if want.shape[-1] == want.shape[-2]:
         others.append(("rows and columns are exchanged: the order of the pool is another", want.mT))
-    return next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
+    known = next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
+    return known or _of_chunks(after, bad)
+
+
+def _of_chunks(after: _After, bad: torch.Tensor) -> str:
+    """Name a mistake in the state at the end of a chunk that gives the wrong states."""
+    data = after.data
+    most = max(data.news)
+    if data.trees or data.before is not None or not 1 < most <= _LONGEST_CHUNKED:
+        return ""
+    off = torch.linalg.vector_norm(after.states.double() - after.want.states, dim=-1)[:, bad].square().sum()
+    # A chunk as long as the prompt or longer is the same for all of them.
+    for rows in (*(rows for rows in reversed(CHUNKS) if rows < most), 0):
+        for slip, what in HANDED_ON.items():
+            found = recur(replace(data, mistake=ChunkMistake(rows or most, slip)))
+            left = torch.linalg.vector_norm(after.states.double() - found.states, dim=-1)[:, bad]
+            if bool((left <= found.state_limit[:, bad]).all()) and bool(left.square().sum() < off / 10):
+                of = f"a chunk of {rows} rows" if rows else "a chunk"
+                return f"the state at the end of {of} {what}: it is right for a backend that does so"
+    return ""
+
+
+_LONGEST_CHUNKED = 512
+"""Most tokens of a request for which mistakes of chunks are tried: each is computed token by token."""
 
 
 def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:

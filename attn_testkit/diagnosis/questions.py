@@ -179,7 +179,8 @@ def _misrouted_rows(asked: Asked) -> Asked:
 
 
 def _named_patterns(asked: Asked) -> Asked:
-    return replace(asked, texts=(*asked.texts, *hints(asked.evidence)))
+    # A mistake that gives the numbers of every wrong row leaves nothing to look for.
+    return asked if asked.texts else replace(asked, texts=tuple(hints(asked.evidence)))
 
 
 _PUT: Mapping[Question, Callable[[Asked], Asked]] = {

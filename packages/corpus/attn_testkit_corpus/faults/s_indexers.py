@@ -453,6 +453,7 @@ class IndexerRowsBehind2GiB(IndexerParent):
 @fault(
     "sglang #36807; vLLM #52149 (of 16,384, for more than 32 rows)",
     _BEST,
+    "late ones of one bin",
     modes="decode extend",
     slug="indexer-bin-of-4096",
 )
