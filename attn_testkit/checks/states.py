@@ -260,8 +260,9 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
         return "its columns are in reverse: the oldest input comes first"
     if fits(want.roll(1, 1)) or fits(want.roll(-1, 1)):
         return "it is that of another request of the batch: rows and slots do not go together"
-    short = torch.tensor([after.data.news[end.request] < want.shape[-1] for end in after.data.ends])
-    if bool(short[bad].all()):
+    news = torch.tensor([after.data.news[end.request] for end in after.data.ends])
+    new = torch.arange(want.shape[-1]) >= want.shape[-1] - news[:, None]
+    if bool((news < want.shape[-1])[bad].all()) and not bool((differs.any(2).any(0) & new).any()):
         return "the wrong requests have fewer tokens than the window: columns of the window before it move up"
     return ""
 

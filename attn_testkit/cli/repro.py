@@ -37,6 +37,7 @@ Examples:
 @click.option(
     "--in-process", is_flag=True, help="Run the backend in this process: debuggers, sanitizers and print work."
 )
+@click.option("--verbose", "-v", is_flag=True, help="Show how the limit of the failing element is computed, too.")
 def repro(
     backends: tuple[str, ...],
     case: str,
@@ -44,6 +45,7 @@ def repro(
     device: str,
     after: tuple[str, ...],
     in_process: bool,
+    verbose: bool,
 ) -> int:
     """Run one case again, in a child process as the original run did.
 
@@ -61,6 +63,10 @@ def repro(
         for result in judge.run(plan, plan.items):
             results.append(result)
             _report(result, plan)
+            if verbose and result.status is Status.FAILED:
+                from .explain_limit import explain_limit_of  # imports torch, which a plain repro does not need
+
+                explain_limit_of(result)
     if not plan.items:
         for row in plan.preset:
             click.echo(format_failure(row, plan.header))

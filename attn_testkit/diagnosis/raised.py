@@ -99,8 +99,8 @@ def _of_padding(rerunner: Rerunner, schedule: Schedule) -> str:
         if _graph_raises(rerunner, lone_step(schedule, step, least)):
             return ""
         return (
-            f"padded requests cause it: with {step.bs} requests in a bucket of {step.bucket} it is raised, and in a "
-            f"bucket of {least} it is not. A padded request may write only its own rows of the output"
+            f"padded requests cause it: with {step.bs} live request{'s' * (step.bs > 1)} in a bucket of {step.bucket} "
+            f"it is raised, and in a bucket of {least} it is not. A padded request may write only its own rows"
         )
     return ""
 

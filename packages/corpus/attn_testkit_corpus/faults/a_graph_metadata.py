@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
@@ -182,6 +184,24 @@ class GraphKeyMissingQueryLen(PlannedBackend):
     def views(self, batch: ForwardBatch) -> Metadata:
         known = [meta for (_, bs), meta in self.graphs.items() if bs == batch.batch_size]
         return known[0] if known else super().views(batch)
+
+
+@fault(
+    "general (graphs of two modes under one key)",
+    "addresses-stable",
+    "graphs of two modes share it",
+    executions="graph",
+)
+class MetadataOfTheModeCapturedLast(PlannedBackend):
+    """Metadata are allocated for each capture and kept by batch size: those of one mode replace those of another."""
+
+    def key(self, batch: ForwardBatch) -> tuple[ForwardMode, int]:
+        return ForwardMode.DECODE, batch.batch_size
+
+    def views(self, batch: ForwardBatch) -> Metadata:
+        whole = super().views(batch)
+        own = {name: value.clone() for name, value in vars(whole).items() if isinstance(value, torch.Tensor)}
+        return replace(whole, **own)
 
 
 @fault("lmdeploy #3372, #4005", "replay-follows-batch writes-own-kv padding-inert", executions="graph")

@@ -305,6 +305,7 @@ class FusedIndexerScoresAreZero(FusedIndexer):
 @fault(
     "general; a fused kernel without a barrier between the store of index keys and their scores",
     "matches-oracle finite",
+    "scored before they are stored",
     modes=INDEX_MODES,
     modelled="upstream a race; here the store always comes too late",
 )

@@ -107,6 +107,7 @@ class SlotsTakenForPositions(SparseParent):
 @fault(
     "general; sglang (dsa_cache_seqlens_int32, which is min(keys, top-k)), sglang #31128",
     "matches-oracle reads-own-kv finite",
+    "as many entries as it may see keys|not clipped to top-k",
 )
 class LengthsNotClippedToTopK(SparseParent):
     """A row walks as many indices as it may see keys, so those of the next rows are attended too."""
