@@ -230,7 +230,7 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     return [
         Finding(
             "conv-window-exact",
-            f"the convolution window of request {request}{_copied(after, end)} is not that of its last inputs",
+            f"the convolution window of request {request}{_copied(after, end)} does not hold its last inputs",
             where=f"{_layer(case, layer)}, {_who(after, end)}, channel {channel}, column {place} of "
             f"{want.shape[-1]} = {number(float(after.windows[at]))}, want {number(float(want[at]))}",
             spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong",

@@ -38,7 +38,7 @@ class _Row:
 
     @property
     def request(self) -> Request:
-        """Its request."""
+        """Request of the row."""
         return self.e.step.requests[self.a.request]
 
     @property
@@ -47,7 +47,7 @@ class _Row:
         return self.e.schedule.case.indexer is not None
 
     def listed(self) -> list[int]:
-        """Its row of ``selected``, as places in the request; empty if that has other names for them."""
+        """Entries of its row of ``selected``, as places in the request; empty if they are slots or blocks."""
         data = with_selection(self.e.schedule, self.e.expected.data)
         if data.selected is None or self.selects_itself or self.selection.slots or self.selection.block > 1:
             return []

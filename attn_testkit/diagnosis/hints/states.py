@@ -129,7 +129,7 @@ def _named(data: set[str]) -> str:
 
 
 def _reading(right: set[str], wrong: set[str]) -> str:
-    """What the patterns say; empty if it is not known."""
+    """Interpretation of right and wrong patterns; empty if it is not known."""
     between = set(STATE_DATA) - _ONE - _FORGETS
     if right >= _ONE | _FORGETS and wrong >= between - {"weak_decay"}:
         return (

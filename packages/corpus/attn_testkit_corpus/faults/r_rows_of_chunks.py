@@ -39,7 +39,7 @@ class ChunkBeginsWithAHalvedState(StateParent):
     modes="extend",
 )
 class ChunkDecaysByItsFirstGate(StateParent):
-    """What a chunk begins from reaches the next one with the decay of its first row, and not with that of all rows."""
+    """The state before a chunk reaches the next chunk with the decay of its first row only, not of all its rows."""
 
     def gates(
         self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
@@ -66,7 +66,7 @@ class ChunkDecaysByItsFirstGate(StateParent):
     modes="extend",
 )
 class RowBeforeLeftOutOfAChunk(StateParent):
-    """What a row of a chunk overwrites lacks the row right before it, by a triangle of -2 in place of -1."""
+    """A row of a chunk overwrites without the row right before it: the triangle begins at -2 in place of -1."""
 
     capabilities = StateParent.capabilities.with_changes(families={"gdn"})
 

@@ -62,7 +62,7 @@ class SlotsParent(StateParent):
         return counts.long() - 1
 
     def first_column(self, taken: torch.Tensor) -> torch.Tensor:
-        """[bs] int64: column of the first slot's window, at which that before the step begins."""
+        """[bs] int64: first column of the window before the step, in the window of each request's first slot."""
         return taken
 
     @override
