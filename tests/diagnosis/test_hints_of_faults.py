@@ -118,7 +118,6 @@ TOLD = [
         "wrong from row 64 on, the first row of its second chunk",
     ),
     ("row-before-left-out-of-a-chunk", LIKE_KEYS, "eager", "the strict mask of a chunk is off by one"),
-    ("row-before-left-out-of-a-chunk", LIKE_KEYS, "eager", "right with data of strong_decay and unit_keys"),
     ("lengths-not-clipped-to-top-k", HOLES, "eager", "as many entries as it may see keys, which are 6"),
     ("block-zero-for-minus-one", BLOCKS, "eager", "an entry of -1 that is loaded as block 0"),
     ("counters-left-to-the-next-layer", SMALL_BUCKET, "graph", "and layers share it: with one layer"),

@@ -60,7 +60,7 @@ _ROW_BEFORE = (
 )
 
 
-@hint(Level.ANSWER, when=_in_prompts, family="recurrent")
+@hint(Level.ANSWER, when=_in_prompts, silences=("first_wrong_row", "decays_that_are_right"), family="recurrent")
 def mistake_of_chunks(e: Evidence) -> str:
     """The wrong rows are right for a usual mistake of kernels that compute prompts in chunks."""
     data = cast(StateStepData, e.expected.data)
