@@ -200,8 +200,14 @@ class MetadataOfTheModeCapturedLast(PlannedBackend):
 
     def views(self, batch: ForwardBatch) -> Metadata:
         whole = super().views(batch)
-        own = {name: value.clone() for name, value in vars(whole).items() if isinstance(value, torch.Tensor)}
-        return replace(whole, **own)
+        return replace(
+            whole,
+            page_table=whole.page_table.clone(),
+            kv_lens=whole.kv_lens.clone(),
+            cu_seqlens_q=whole.cu_seqlens_q.clone(),
+            chunk=whole.chunk.clone(),
+            slots=whole.slots.clone(),
+        )
 
 
 @fault("lmdeploy #3372, #4005", "replay-follows-batch writes-own-kv padding-inert", executions="graph")

@@ -69,6 +69,10 @@ class RowBeforeLeftOutOfAChunk(StateParent):
     """A row of a chunk overwrites without the row right before it: the triangle begins at -2 in place of -1."""
 
     capabilities = StateParent.capabilities.with_changes(families={"gdn"})
+    stored: torch.Tensor
+    """[bs, Hv, V, K]: what the row before stored."""
+    inside: bool
+    """True for a row that is not the first of its chunk."""
 
     def token(
         self, rows: torch.Tensor, state: torch.Tensor, gates: tuple[torch.Tensor, torch.Tensor], layer: StateLayer
