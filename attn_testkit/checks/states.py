@@ -47,7 +47,7 @@ class _After(NamedTuple):
         """Words behind the name of a request for one of its ends; empty for its only state."""
         each, data = self.data.ends[end], self.data
         if data.lists.shape[1] > 1:
-            return f" behind node {each.rows - 1}"
+            return f" after node {each.rows - 1}"
         return " in its copy for the prefix cache" if each.slot in data.snapshot_slots else ""
 
 
@@ -156,7 +156,7 @@ def verify_keeps_state(observed: Observation, case: Case) -> list[Finding]:
         _finding(
             observed, "verify-keeps-state", f"{what} was changed by the verify, before anything was accepted",
             f"slots whose states changed: {index_ranges(moved.tolist())}",
-            "write the state behind each node to pool.scratch; commit makes one of them the slot's",
+            "write the state after each node to pool.scratch; commit makes one of them the slot's",
         )
     ]  # fmt: skip
 
@@ -173,9 +173,9 @@ def _of_another_node(after: _After, bad: torch.Tensor) -> str:
     right = "the right one" if data.lists.shape[1] > 1 else "the last accepted one"
     for off in (-2, -1, 1, 2):
         if fits(off):
-            nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "behind" if off > 0 else "before"
+            nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "after" if off > 0 else "before"
             return f"it is the state {nodes} {where} {right}"
-    return "it is the state behind the whole draft" if fits(max(data.news)) else ""
+    return "it is the state after the whole draft" if fits(max(data.news)) else ""
 
 
 def _is_behind(after: _After, bad: torch.Tensor, rows: Sequence[int]) -> bool:
@@ -206,7 +206,7 @@ def _of_fewer_tokens(after: _After, bad: torch.Tensor) -> str:
     for chunk in _CHUNKS:
         lost = [count % chunk for count in wrong]
         if all(lost) and max(wrong) > chunk and _is_behind(after, bad, [count - count % chunk for count in counts]):
-            return f"it is the state behind the last whole chunk of {chunk} tokens: those behind it were not applied"
+            return f"it is the state after the last whole chunk of {chunk} tokens: those after it were not applied"
     return ""
 
 

@@ -195,7 +195,7 @@ def _again(rerunner: Rerunner, schedule: Schedule, step: Step, **changes: Any) -
 
 
 _ROWS_BEHIND = (
-    "rows behind the last one are loaded, which hold NaN as the end of a longer buffer may: clear them in the last "
+    "rows after the last one are loaded, which hold NaN as the end of a longer buffer may: clear them in the last "
     "tile, since 0 * NaN is NaN; if the memory ends with the last row, it is"
 )
 _STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is"

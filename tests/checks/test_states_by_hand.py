@@ -285,7 +285,7 @@ def test_outside_of_a_verify_nothing_is_kept() -> None:
     assert not verify_keeps_state(Step().seen(), Step().case)
 
 
-@pytest.mark.parametrize(("off", "hint"), [(-1, "1 node before"), (1, "1 node behind"), (9, "behind the whole draft")])
+@pytest.mark.parametrize(("off", "hint"), [(-1, "1 node before"), (1, "1 node after"), (9, "after the whole draft")])
 def test_the_node_whose_state_was_committed_is_named(off: int, hint: str) -> None:
     step = Step(name=VERIFY)
     assert sorted(set(step.data.kept)) != [4], "some node is rejected"

@@ -55,7 +55,7 @@ def other_bias(e: Evidence) -> Iterator[Supposed]:
         [_of_all_heads(layer, slopes) for layer, slopes in pairs],
     )
     yield supposed(
-        "the bias is scaled as logits are: add it behind the scale. The result is right with scaled slopes",
+        "the bias is scaled as logits are: add it after the scale. The result is right with scaled slopes",
         [slopes * layer.scaling for layer, slopes in pairs],
     )
     for layer, slopes in pairs:

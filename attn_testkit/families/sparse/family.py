@@ -61,7 +61,7 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
     yield "the keys of a row after its first -1 are not attended", keys.masked_fill((keys < 0).cumsum(-1) > 0, -1)
     behind = column > keys.argmax(-1, keepdim=True)
     yield (
-        "the keys of a row behind its largest index are not attended, as if indices ascended",
+        "the keys of a row after its largest index are not attended to, as if indices ascended",
         keys.masked_fill(behind, -1),
     )
     wide = max(_TILE, selection.topk // _TILES)
