@@ -41,6 +41,11 @@ class ChunkBeginsWithAHalvedState(StateParent):
 class ChunkDecaysByItsFirstGate(StateParent):
     """The state before a chunk reaches the next chunk with the decay of its first row only, not of all its rows."""
 
+    decays: list[torch.Tensor]
+    """Decay of each row of the chunk so far, [bs, Hv, 1]."""
+    begun_from: torch.Tensor
+    """[bs, Hv, V, K]: state before the chunk."""
+
     def gates(
         self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +59,7 @@ class ChunkDecaysByItsFirstGate(StateParent):
             if token:
                 lost = (torch.stack(self.decays).prod(0) - self.decays[0])[..., None] * self.begun_from
                 state = torch.where(_later_chunk(token, self.counts), state - lost, state)
-            self.decays: list[torch.Tensor] = []
-            self.begun_from = state
+            self.decays, self.begun_from = [], state
         return window, state
 
 
