@@ -81,15 +81,17 @@ class ChangedCases:
         return without != case and self.lasting and self._all_are(without, right=True)
 
     def right_with_data(self, data: str) -> bool | None:
-        """True if the case is right with data of this pattern, False if it is wrong; None if draws differ."""
+        """True if each draw of the case is right with data of this pattern, False if one is wrong; None if unknown."""
         try:
             other = self._schedule.case.with_changes(data=data)
         except ValueError:
             return None  # such a case does not exist
         if not self.lasting:
             return None
-        found = {self._right(other.with_seed(other.seed + draw)) for draw in range(1, DRAWS + 1)}
-        return found.pop() if len(found) == 1 else None
+        for draw in range(1, DRAWS + 1):
+            if (answer := self._right(other.with_seed(other.seed + draw))) is not True:
+                return answer
+        return True
 
     def right_elsewhere(self, step: Step) -> bool:
         """True if the pool lies across a multiple of 4 GiB, and ``step`` is wrong there and right elsewhere."""

@@ -111,12 +111,6 @@ TOLD = [
     ("partial-stats-collide", TWO_ROWS, "eager", "may use the maximum or the sum of another row"),
     ("last-token-of-a-prompt-lost", PROMPT_OF_65, "eager", "not applied, the only one in its last chunk of 64 tokens"),
     ("chunk-decays-by-its-first-gate", CHUNKS_OF_64, "eager", "with the decay of the first row only"),
-    (
-        "chunk-begins-with-a-halved-state",
-        CHUNKS_OF_64,
-        "eager",
-        "wrong from row 64 on, the first row of its second chunk",
-    ),
     ("row-before-left-out-of-a-chunk", LIKE_KEYS, "eager", "the strict mask of a chunk is off by one"),
     ("lengths-not-clipped-to-top-k", HOLES, "eager", "as many entries as it may see keys, which are 6"),
     ("block-zero-for-minus-one", BLOCKS, "eager", "an entry of -1 that is loaded as block 0"),
