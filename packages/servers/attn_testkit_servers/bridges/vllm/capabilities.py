@@ -48,6 +48,7 @@ _FLASH = "v1/attention/backends/flash_attn.py"
 _FLASHINFER = "v1/attention/backends/flashinfer.py"
 _TRITON_MLA = "v1/attention/backends/mla/triton_mla.py"
 _SPARSE_MLA = "v1/attention/backends/mla/xpu_mla_sparse.py"
+_FLASH_MLA = "v1/attention/backends/mla/flashmla.py"
 _MLA = "model_executor/layers/attention/mla_attention.py"
 _LAYER = "model_executor/layers/attention/attention.py"
 _INPUTS = "v1/worker/gpu/input_batch.py"
@@ -182,6 +183,29 @@ def _flash_attn(*lines: Line) -> BridgeCapabilities:
     )
 
 
+def _flash_mla(module: str, *lines: Line) -> BridgeCapabilities:
+    """FlashMLA's dense decode, which vLLM takes for DeepSeek's models on SM90."""
+    return BridgeCapabilities(
+        "FLASHMLA",
+        (
+            # AttentionCGSupport.UNIFORM_BATCH, and no update of its schedule between the forwards of a draft.
+            Line("eager", {D, V, V2}, f"{_FLASH_MLA}:FlashMLAMetadataBuilder._build_decode"),
+            Line("graph", {D, V, V2}, f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture"),
+            Line("families", {"mla"}, f"{_FLASH_MLA}:FlashMLABackend"),
+            Line("head_dims", {512}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("mla_rope_dims", {64}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("gqa_ratios", {16, 64, 128}, f"{_FLASH_MLA}:FlashMLAImpl.forward_mqa"),
+            Line("page_sizes", {64}, f"{_FLASH_MLA}:FlashMLABackend.get_supported_kernel_block_sizes"),
+            Line("max_q_rows", 16, f"{_FLASH_MLA}:FlashMLAMetadataBuilder"),  # reorder_batch_threshold is 128
+            *_RUNNER,
+            *lines,
+        ),
+        compiled_kernel=True,
+        compiled_store=True,  # concat_and_cache_mla
+        compiled_module=module,
+    )
+
+
 _ALONE: Mapping[str, BridgeCapabilities] = {
     "triton": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES, *_CLAMPED)),
     # The builder takes the bucket that is closest to 128 / KV heads for the threshold of its 3D kernel: with one bucket
@@ -242,6 +266,14 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
             *_RUNNER,
         ),
         compiled_store=True,  # concat_and_cache_mla
+    ),
+    "flashmla": _flash_mla("vllm._flashmla_C", Line("dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend")),
+    "flashmla_fp8": _flash_mla(
+        "vllm._flashmla_extension_C",
+        # Its outputs are bf16 (``fwd_kvcache_mla_fp8``).
+        Line("dtypes", {"bf16"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        Line("kv_dtypes", {"fp8_e4m3"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        Line("matmul_dtype", "fp8_e4m3", f"{_MLA}:MLAAttention.forward_impl"),
     ),
     # Registered for Intel's GPUs; all of it is Python and Triton. It reads ``topk_indices_buffer``, like the sparse
     # classes of FlashMLA and FlashInfer, whose kernels are compiled.
@@ -329,7 +361,7 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
 
 OF_VLLM = (
     "b12x", "cpu_attn", "cutlass_mla", "flash_attn_diffkv", "flash_attn_mla", "flash_attn_mla_sparse",
-    "flashinfer_mla", "flashinfer_mla_sparse", "flashmla", "flashmla_sparse", "hpc_attn", "rocm_aiter_fa",
+    "flashinfer_mla", "flashinfer_mla_sparse", "flashmla_sparse", "hpc_attn", "rocm_aiter_fa",
     "rocm_aiter_mla", "rocm_attn", "tokenspeed_mla", "triton_attn_diffkv", "triton_flash_attn", "triton_flashinfer",
     "turboquant",
 )  # fmt: skip

@@ -199,8 +199,9 @@ class VLLMLatentBackend(VLLMBackend):
         if kv_dtype != "auto":
             cache = cache.view(torch.float8_e4m3fn)
         rows = q[: metadata.num_decode_tokens]
+        query: Any = (rows[..., :rank], rows[..., rank:])
+        if of_vllm.quantized_queries is not None and of_vllm.impl.supports_quant_query_input:
+            query = of_vllm.quantized_queries(*query, of_vllm._q_scale)
         with override_forward_context(context):
-            found: tuple[torch.Tensor, torch.Tensor] = of_vllm.impl.forward_mqa(
-                (rows[..., :rank], rows[..., rank:]), cache, metadata, of_vllm
-            )
+            found: tuple[torch.Tensor, torch.Tensor] = of_vllm.impl.forward_mqa(query, cache, metadata, of_vllm)
         return found

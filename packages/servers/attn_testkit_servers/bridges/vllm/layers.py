@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from vllm.config.vllm import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import _DecodeConcatQuantFP8
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode, is_quantized_kv_cache
 
 from attn_testkit.contract import AttentionLayer, BackendContext
 
@@ -62,6 +64,13 @@ def _latent(real: Any, config: Any, layer: AttentionLayer, device: torch.device)
     return made
 
 
+class _QuantizedQueries(_DecodeConcatQuantFP8):  # type: ignore[misc]
+    """Both parts of a query as one in e4m3, which ``MLAAttention.forward_impl`` gives implementations that take it."""
+
+    def __init__(self) -> None:
+        super().__init__(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True)
+
+
 class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
     """``MLAAttention`` without the projections on both sides of it: the kit's rows are absorbed ones."""
 
@@ -73,6 +82,7 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
         self.qk_nope_head_dim = self.v_head_dim = NOPE
         self.qk_rope_head_dim = layer.head_dim - layer.kv_lora_rank
         self.prefill_backend = _NoPrefill()
+        self.quantized_queries = _QuantizedQueries() if is_quantized_kv_cache(self.kv_cache_dtype) else None
         self.selected = _indices(config, layer, device)
         """Indices of selected keys, which vLLM's indexer writes and the implementation reads; None without any."""
         sparse = {} if self.selected is None else {"topk_indices_buffer": self.selected}
