@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from . import flash_mla
+from attn_testkit.backends.vendor.provider import VendorMissing
+
+from . import flash_attn, flash_mla, flashinfer_checks
 from .refusals import Refusals
 
 
 def all_refusals() -> tuple[Refusals, ...]:
-    """Entry points of all fakes whose compiled code refuses arguments."""
-    return flash_mla.REFUSALS
+    """Entry points of all fakes whose compiled code refuses arguments; without FlashInfer none of its own."""
+    try:
+        of_flashinfer = flashinfer_checks.refusals()
+    except VendorMissing:
+        of_flashinfer = ()
+    return flash_attn.REFUSALS + flash_mla.REFUSALS + of_flashinfer

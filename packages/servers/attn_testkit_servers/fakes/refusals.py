@@ -18,6 +18,8 @@ import torch
 
 Arguments = Mapping[str, Any]
 """Name of an argument -> its value."""
+Functions = Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]
+"""Name of an operator -> its function, and the arguments that it writes."""
 Change = Callable[[Arguments], Arguments]
 """From arguments that are accepted to those that replace some of them."""
 

@@ -9,6 +9,7 @@ counters are read on the device at every replay.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -53,19 +54,9 @@ def _unless(dirty: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.masked_fill(dirty, torch.nan)
 
 
-def _xqa_module(
-    input_dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim: int, ratio: int, window: bool,
-    output_dtype: torch.dtype, q_seq_len: int, use_ragged_q: bool = False,
-) -> SimpleNamespace:  # fmt: skip
-    """``flashinfer.xqa.get_xqa_module``, with the refusals of its generator (``flashinfer/jit/xqa.py``)."""
-    if input_dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"Invalid dtype: {input_dtype} for XQA, only float16 and bfloat16 input are supported")
-    if page_size not in (16, 32, 64, 128):
-        raise ValueError(f"Invalid page_size: {page_size}, only 16, 32, 64, 128 are supported")
-    if head_dim % 16 or not 16 <= head_dim <= 512:
-        raise ValueError(f"Invalid head_dim: {head_dim}, must be divisible by 16 and in range [16, 512]")
-    if head_dim > 256 and q_seq_len > 1:
-        raise ValueError(f"head_dim {head_dim} > 256 does not support speculative decoding (q_seq_len > 1)")
+def _xqa_module(*compiled_for: Any, **named: Any) -> SimpleNamespace:
+    """``flashinfer.xqa.get_xqa_module``: the package's own generator refuses, and what it would compile is replaced."""
+    importlib.import_module("flashinfer.jit.xqa").gen_xqa_module(*compiled_for, **named)
     return SimpleNamespace(xqa=_xqa)
 
 

@@ -2,7 +2,7 @@
 
 Builders, metadata and masks stay vLLM's.
 
-They replace operators that store keys and values, FlashAttention (``flash_attn_fake``), FlashMLA, and FlexAttention's
+They replace operators that store keys and values, FlashAttention, FlashMLA, and FlexAttention's
 kernel, which torch compiles. If one of them attends, ``AttentionBackend.kernels`` shows it.
 """
 
@@ -17,11 +17,9 @@ import torch
 
 from attn_testkit.backends.vendor.flashinfer_kernels import BATCH_DECODE, BATCH_PREFILL
 from attn_testkit.backends.vendor.provider import fake_of, swapped
-from attn_testkit_servers.fakes import flash_mla
+from attn_testkit_servers.fakes import flash_attn, flash_mla
 from attn_testkit_servers.fakes import paged_attention as paged
-
-from . import flash_attn_fake
-from .flash_attn_fake import Functions
+from attn_testkit_servers.fakes.refusals import Functions
 
 _held: list[torch.library.Library] = []
 
@@ -39,7 +37,7 @@ def put_in_place() -> None:
     if _held:
         return
     define_operators()
-    _define("_vllm_fa3_C", flash_attn_fake.FUNCTIONS)
+    _define("_vllm_fa3_C", flash_attn.FUNCTIONS)
     _define("_flashmla_C", {name: (each, ()) for name, each in vars(flash_mla.FUNCTIONS).items()})
     _define("_flashmla_extension_C", {name: (each, ()) for name, each in vars(flash_mla.EXTENSION).items()})
     from vllm.v1.attention.backends import flex_attention as of_vllm
