@@ -91,8 +91,10 @@ def to(**values: Any) -> Change:
     return lambda given: values
 
 
-def operators_of(package: str, module: str) -> Any:
-    """``torch.ops`` of a compiled module ``package/module.abi3.so``, loaded without importing the package.
+def operators_of(package: str, module: str, namespace: str = "") -> Any:
+    """``torch.ops.namespace`` of a compiled module ``package/module.abi3.so``, loaded without importing the package.
+
+    Without a ``namespace`` its operators have that of the module's name.
 
     Raises ``ImportError`` if it is not installed or does not load.
     """
@@ -105,4 +107,4 @@ def operators_of(package: str, module: str) -> Any:
         torch.ops.load_library(str(libraries[0]))
     except OSError as error:
         raise ImportError(f"{libraries[0].name} does not load: {error}") from error
-    return getattr(torch.ops, Path(module).name)
+    return getattr(torch.ops, namespace or Path(module).name)
