@@ -49,6 +49,7 @@ _FLASHINFER = "v1/attention/backends/flashinfer.py"
 _TRITON_MLA = "v1/attention/backends/mla/triton_mla.py"
 _SPARSE_MLA = "v1/attention/backends/mla/xpu_mla_sparse.py"
 _FLASH_MLA = "v1/attention/backends/mla/flashmla.py"
+_FLASH_SPARSE = "v1/attention/backends/mla/flashmla_sparse.py"
 _MLA = "model_executor/layers/attention/mla_attention.py"
 _LAYER = "model_executor/layers/attention/attention.py"
 _INPUTS = "v1/worker/gpu/input_batch.py"
@@ -275,6 +276,33 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         Line("kv_dtypes", {"fp8_e4m3"}, f"{_FLASH_MLA}:FlashMLABackend"),
         Line("matmul_dtype", "fp8_e4m3", f"{_MLA}:MLAAttention.forward_impl"),
     ),
+    "flashmla_sparse": BridgeCapabilities(
+        "FLASHMLA_SPARSE",
+        (
+            # AttentionCGSupport.UNIFORM_BATCH, and no update of its metadata between the forwards of a draft.
+            Line("eager", {D, V, V2, X}, f"{_FLASH_SPARSE}:FlashMLASparseMetadataBuilder.build"),
+            Line("graph", {D, V, V2}, f"{_FLASH_SPARSE}:FlashMLASparseMetadataBuilder"),
+            Line("families", {"mla"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.is_mla"),
+            Line("dtypes", {"bf16"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend"),
+            Line("head_dims", {512}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
+            Line("mla_rope_dims", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
+            # Queries are padded to 64 heads.
+            Line("gqa_ratios", {16, 64, 128}, f"{_FLASH_SPARSE}:FlashMLASparseImpl._bf16_flash_mla_kernel"),
+            Line("page_sizes", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_kernel_block_sizes"),
+            Line("max_q_rows", 16, f"{_FLASH_SPARSE}:FlashMLASparseImpl.forward_mqa"),
+            Line(
+                "sparse",
+                # The kernel reads 128 indices at a time (``params.topk % (2*B_TOPK) == 0``).
+                Sparse(topk={128, 2048}, holes=True, empty_rows=True),
+                "v1/attention/backends/mla/sparse_utils.py:triton_convert_req_index_to_global_index",
+            ),
+            *_RUNNER,
+        ),
+        compiled_kernel=True,
+        compiled_store=True,  # concat_and_cache_mla, concat_mla_q
+        compiled_module="vllm._flashmla_C",
+        attention={"sparse_mla_force_mqa": True},
+    ),
     # Registered for Intel's GPUs; all of it is Python and Triton. It reads ``topk_indices_buffer``, like the sparse
     # classes of FlashMLA and FlashInfer, whose kernels are compiled.
     "xpu_mla_sparse": BridgeCapabilities(
@@ -361,7 +389,7 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
 
 OF_VLLM = (
     "b12x", "cpu_attn", "cutlass_mla", "flash_attn_diffkv", "flash_attn_mla", "flash_attn_mla_sparse",
-    "flashinfer_mla", "flashinfer_mla_sparse", "flashmla_sparse", "hpc_attn", "rocm_aiter_fa",
+    "flashinfer_mla", "flashinfer_mla_sparse", "hpc_attn", "rocm_aiter_fa",
     "rocm_aiter_mla", "rocm_attn", "tokenspeed_mla", "triton_attn_diffkv", "triton_flash_attn", "triton_flashinfer",
     "turboquant",
 )  # fmt: skip

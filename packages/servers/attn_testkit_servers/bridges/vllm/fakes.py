@@ -43,6 +43,10 @@ def put_in_place() -> None:
     from vllm.v1.attention.backends import flex_attention as of_vllm
 
     of_vllm.flex_attention_compiled = flex_attention
+    of_sparse = importlib.import_module("vllm.v1.attention.backends.mla.index_group")
+    # The emulated device has the streams of torch.cuda only, and these are a torch.Stream and torch.Events.
+    of_sparse._create_side_stream = lambda device: torch.cuda.Stream(device)  # type: ignore[attr-defined]
+    of_sparse._create_event = lambda: torch.cuda.Event()  # type: ignore[attr-defined]
     if importlib.util.find_spec("flashinfer") is None:
         return  # its class is not requested, or reports it
     with swapped({path: fake_of(entry) for path, entry in _WRAPPERS.items()}):

@@ -13,10 +13,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode, is_quantized_kv_cache
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from attn_testkit.contract import AttentionLayer, BackendContext
 
-from .config import NOPE
+from .config import NOPE, one_rank
 
 
 def name_of(layer: AttentionLayer) -> str:
@@ -30,6 +31,10 @@ def make_layers(real: Any, config: Any, context: BackendContext, *, clamp: bool 
     ``clamp``: windows narrow bidirectional spans, as those of Gemma 4 do.
     """
     made: dict[str, Any] = {}
+    if any(layer.topk for layer in context.layers):
+        # As the model runner does. Scratch memory of all layers is shared, and grows with the largest.
+        init_workspace_manager(context.device)
+        one_rank()
     # The loader of a model makes its layers under their device, where implementations make tensors of slopes.
     with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
@@ -81,7 +86,7 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
         self.q_lora_rank, self.kv_lora_rank = None, layer.kv_lora_rank
         self.qk_nope_head_dim = self.v_head_dim = NOPE
         self.qk_rope_head_dim = layer.head_dim - layer.kv_lora_rank
-        self.prefill_backend = _NoPrefill()
+        self.prefill_backend = None if layer.topk else _NoPrefill()
         self.quantized_queries = _QuantizedQueries() if is_quantized_kv_cache(self.kv_cache_dtype) else None
         self.selected = _indices(config, layer, device)
         """Indices of selected keys, which vLLM's indexer writes and the implementation reads; None without any."""
