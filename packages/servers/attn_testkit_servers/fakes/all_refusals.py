@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_testkit.backends.vendor.provider import VendorMissing
 
-from . import flash_attn, flash_mla, flashinfer_checks, vllm_caches
+from . import flash_attn, flash_attn_2, flash_mla, flashinfer_checks, vllm_caches
 from .refusals import Refusals
 
 
@@ -14,4 +14,4 @@ def all_refusals() -> tuple[Refusals, ...]:
         of_flashinfer = flashinfer_checks.refusals()
     except VendorMissing:
         of_flashinfer = ()
-    return flash_attn.REFUSALS + flash_mla.REFUSALS + vllm_caches.REFUSALS + of_flashinfer
+    return flash_attn.REFUSALS + flash_attn_2.REFUSALS + flash_mla.REFUSALS + vllm_caches.REFUSALS + of_flashinfer

@@ -89,7 +89,8 @@ def test_which_names_of_vllm_store_or_attend_by_compiled_modules() -> None:
     modules = {name: c.compiled_module for name, c in CAPABILITIES.items() if c.compiled_module}
     assert modules == {
         **dict.fromkeys(("flash_attn", "flash_attn_sinks", "flash_attn_fp8"), imports.FA3),
-        "flashmla": imports.MLA, "flashmla_fp8": imports.MLA_FP8,
+        "flash_attn_2": imports.FA2, "flashmla": imports.MLA, "flashmla_sparse": imports.MLA,
+        "flashmla_fp8": imports.MLA_FP8,
     }  # fmt: skip
 
 

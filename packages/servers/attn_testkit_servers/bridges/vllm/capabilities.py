@@ -158,13 +158,14 @@ _FLEX_LINES = (
 _FP16_AND_BF16 = Line("dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend")
 
 
-def _flash_attn(*lines: Line) -> BridgeCapabilities:
-    """FlashAttention 3, as on SM90: AttentionCGSupport.ALWAYS."""
+def _flash_attn(*lines: Line, version: int = 3) -> BridgeCapabilities:
+    """FlashAttention 3, as on SM90, with AttentionCGSupport.ALWAYS; 2 with UNIFORM_BATCH."""
+    graph = {D, V, V1, V2, X, DD} if version == 3 else {D, V, V2, DD}
     return BridgeCapabilities(
         "FLASH_ATTN",
         (
             Line("eager", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.build"),
-            Line("graph", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
+            Line("graph", graph, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
             Line("families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionImpl.__init__"),
             Line("head_dims", {64, 128, 256}, f"{_FLASH}:FlashAttentionBackend.supports_head_size"),
             Line("page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"),
@@ -180,7 +181,8 @@ def _flash_attn(*lines: Line) -> BridgeCapabilities:
         ),
         compiled_kernel=True,
         compiled_store=True,
-        compiled_module="vllm.vllm_flash_attn._vllm_fa3_C",
+        compiled_module=f"vllm.vllm_flash_attn._vllm_fa{version}_C",
+        attention={} if version == 3 else {"flash_attn_version": version},
     )
 
 
@@ -328,6 +330,12 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         compiled_store=True,  # concat_and_cache_mla
     ),
     "flash_attn": _flash_attn(_FP16_AND_BF16),
+    # A model with ALiBi has this version on every GPU (``get_flash_attn_version``).
+    "flash_attn_2": _flash_attn(
+        _FP16_AND_BF16,
+        Line("alibi", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+        version=2,
+    ),
     # The kernel accepts only sinks in bf16, and a model of fp16 has them in fp16 (``make_attention_sink``).
     "flash_attn_sinks": _flash_attn(
         Line("dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),

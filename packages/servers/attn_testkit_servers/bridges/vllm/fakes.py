@@ -17,7 +17,7 @@ import torch
 
 from attn_testkit.backends.vendor.flashinfer_kernels import BATCH_DECODE, BATCH_PREFILL
 from attn_testkit.backends.vendor.provider import fake_of, swapped
-from attn_testkit_servers.fakes import flash_attn, flash_mla, vllm_caches
+from attn_testkit_servers.fakes import flash_attn, flash_attn_2, flash_mla, vllm_caches
 from attn_testkit_servers.fakes import paged_attention as paged
 from attn_testkit_servers.fakes.refusals import Functions
 
@@ -38,6 +38,7 @@ def put_in_place() -> None:
         return
     define_operators()
     _define("_vllm_fa3_C", flash_attn.FUNCTIONS)
+    _define("_vllm_fa2_C", flash_attn_2.FUNCTIONS)
     _define("_flashmla_C", {name: (each, ()) for name, each in vars(flash_mla.FUNCTIONS).items()})
     _define("_flashmla_extension_C", {name: (each, ()) for name, each in vars(flash_mla.EXTENSION).items()})
     from vllm.v1.attention.backends import flex_attention as of_vllm
