@@ -143,7 +143,7 @@ def fwd(
 
 
 _API = "hopper/flash_api.cpp:mha_fwd"
-"""In vLLM's FlashAttention at 617264c1."""
+"""A file of vLLM's FlashAttention at 617264c1."""
 _API_METADATA = "hopper/flash_api.cpp:mha_fwd_get_scheduler_metadata"
 _ONLY = "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type"
 _DIVIDE = "Number of heads in key/value must divide number of heads in query"

@@ -78,7 +78,7 @@ def _is_swapped(a: Any) -> bool:
 _API = "csrc/flash_attn/flash_api.cpp:mha_varlen_fwd"
 _ALIBI = "csrc/flash_attn/flash_api.cpp:set_params_alibi"
 _SPLITS = "csrc/flash_attn/flash_api.cpp:set_params_splitkv"
-"""In vLLM's FlashAttention at 617264c1."""
+"""Functions of vLLM's FlashAttention at 617264c1."""
 
 
 def _strided_heads(x: torch.Tensor) -> torch.Tensor:

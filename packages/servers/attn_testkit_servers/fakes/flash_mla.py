@@ -57,7 +57,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Outputs [bs, n, H, 512] and log-sum-exps [bs, H, n], both in float32; a row that sees nothing has 0 and +inf.
 
-    What no part of the schedule computes is NaN.
+    Rows that no part of the schedule computes are NaN.
     """
     bs, n = q.shape[:2]
     keys = paged.gather(cache, table, lens)
@@ -130,7 +130,7 @@ def sparse_prefill_fwd(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Attend with rows ``q`` [T, H, 576] to rows of ``kv`` [slots, 1, 576] that ``indices`` [T, 1, top-k] name.
 
-    An index outside ``kv`` is no key; with ``topk_length`` [T] only so many indices of a row are read. Returns outputs
+    An index outside ``kv`` is not a key; with ``topk_length`` [T] only so many indices of a row are read. Returns outputs
     [T, H, 512], the largest logits and log-sum-exps, both [T, H]. Raises ``RuntimeError`` for refused arguments.
     """
     refuse(

@@ -1,4 +1,4 @@
-"""What FlashInfer's compiled modules check, below the checks of the package's own Python, which the fakes run.
+"""Checks of FlashInfer's compiled modules, below those of the package's own Python, which the fakes run.
 
 The modules of MLA check nothing that the package's Python does not refuse before, and XQA refuses in the generator of
 its source, which is Python too.
@@ -49,7 +49,7 @@ DECODE_RUN: tuple[Check, ...] = (
           lambda a: a.k.stride() == a.v.stride(), "K/V strides differ at dim ",
           f"{_DECODE}:BatchDecodeWithPagedKVCacheRun"),
 )  # fmt: skip
-"""Without tensor cores: K and V have one set of strides, and other integers than int32 are refused."""
+"""Checks of kernels without tensor cores. K and V have one set of strides there."""
 
 PREFILL_PLAN: tuple[Check, ...] = (
     Check("4 query heads, 3 KV heads", lambda a: {"k": _three(a["k"]), "v": _three(a["v"]), "num_kv_heads": 3},
@@ -60,7 +60,8 @@ PREFILL_PLAN: tuple[Check, ...] = (
     Check("offsets of pages that fall", but(indptr=lambda x: x[[0, 2, 1, 3]]), lambda a: _never_falls(a.kv_indptr),
           " should be non-negative", f"{_SCHEDULER}:PrefillSplitQOKVIndptr"),
 )  # fmt: skip
-"""With tensor cores. A module is compiled for the dtype of the offsets of pages; no other integer is looked at."""
+"""Checks of kernels with tensor cores. A module is compiled for the dtype of the offsets of pages, and the kernel looks
+at the dtype of no other integer."""
 
 
 def _three(cache: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ Arguments = Mapping[str, Any]
 Functions = Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]
 """Name of an operator -> its function, and the arguments that it writes."""
 Change = Callable[[Arguments], Arguments]
-"""From arguments that are accepted to those that replace some of them."""
+"""Function from arguments that are accepted to those that replace some of them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Check:
     change: Change
     """Makes such arguments. Earlier checks must accept them."""
     holds: Callable[[Any], bool]
-    """Whether arguments, given as attributes, pass."""
+    """Returns true if arguments, given as attributes, pass."""
     text: str
     """The part of the error's text that does not depend on values; empty if the source gives none."""
     source: str
@@ -60,13 +60,13 @@ class Refusals:
     entry: str
     """Name of the entry point for readers."""
     function: str
-    """Its name in both implementations."""
+    """Name of the function in both implementations."""
     fake: Any
     """The fake's functions as attributes."""
     real: Callable[[], Any]
     """The kernel's functions as attributes. Raises ``ImportError`` if they are not installed or do not load."""
     accepted: Callable[[torch.device, Any], dict[str, Any]]
-    """Arguments that are accepted, made anew, in their order; by device and implementation."""
+    """Makes arguments that are accepted, in their order, for a device and an implementation."""
     checks: tuple[Check, ...]
     sm: tuple[int, int] = (90, 90)
     """First and last compute capability with this kernel."""
@@ -76,7 +76,7 @@ class Refusals:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values with a stride of 2 in the last dimension."""
+    """A tensor with the values of ``x`` and a stride of 2 in the last dimension."""
     return x.repeat_interleave(2, -1)[..., ::2]
 
 
