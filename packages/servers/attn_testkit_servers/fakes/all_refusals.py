@@ -18,7 +18,7 @@ class Limits:
     keeps: str
     """Plans, schedules and scratch that a replay may find stale."""
     cannot_show: str
-    """Mistakes that stay hidden, beside rounding inside a kernel, reads past a buffer, and speed."""
+    """Mistakes that stay hidden, in addition to rounding inside a kernel, reads past a buffer, and speed."""
 
 
 LIMITS: tuple[Limits, ...] = (

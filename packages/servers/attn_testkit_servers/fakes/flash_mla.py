@@ -130,7 +130,7 @@ def sparse_prefill_fwd(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Attend with rows ``q`` [T, H, 576] to rows of ``kv`` [slots, 1, 576] that ``indices`` [T, 1, top-k] name.
 
-    An index outside ``kv`` is not a key; with ``topk_length`` [T] only so many indices of a row are read. Returns outputs
+    An index outside ``kv`` is not a key; ``topk_length`` [T] says how many indices of a row are read. Returns outputs
     [T, H, 512], the largest logits and log-sum-exps, both [T, H]. Raises ``RuntimeError`` for refused arguments.
     """
     refuse(
