@@ -105,7 +105,7 @@ def fwd(
         window_size_right, num_splits,
     )  # fmt: skip
     refuse(
-        PLANNED, plan=plan, scheduler_metadata=scheduler_metadata, s_aux=s_aux, heads=heads, kv_heads=kv_heads,
+        PLANNED, plan=plan, dtype=q.dtype, scheduler_metadata=scheduler_metadata, s_aux=s_aux, heads=heads, kv_heads=kv_heads,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     # Rows and keys that a grid of the largest row count and key count reaches.
@@ -176,6 +176,19 @@ def _aligned(a: Any) -> bool:
     return bool(a.q.shape[-1] % (16 if a.q.dtype == _FP8 else 8) == 0)
 
 
+def _descale(name: str) -> Check:
+    """The check of a scale, which is not looked at without FP8."""
+
+    def change(a: Arguments) -> Arguments:
+        return {x: a[x].to(_FP8) for x in ("q", "k", "v")} | {name: torch.ones(2, device=a["q"].device)}
+
+    def holds(a: Any) -> bool:
+        scale = getattr(a, name)
+        return a.dtype != _FP8 or scale is None or scale.shape == (a.plan.requests, a.kv_heads)
+
+    return Check(f"{name} for each request", change, holds, f"{name} must have shape (batch_size, num_heads_k)", _API)
+
+
 FORWARD: tuple[Check, ...] = (
     Check("float32 queries", but(q=torch.Tensor.float), lambda a: a.q.dtype in _DTYPES, _ONLY, _API),
     Check("keys of another dtype", but(k=torch.Tensor.half), lambda a: a.k.dtype == a.q.dtype,
@@ -230,10 +243,7 @@ PLANNED: tuple[Check, ...] = (
           lambda a: a.scheduler_metadata is None or a.scheduler_metadata.dtype == torch.int32,
           "scheduler_metadata must have dtype int32", _API),
     Check("257 splits", to(num_splits=257), lambda a: a.plan.splits <= 256, "num_splits > 256 not supported", _API),
-    *(Check(f"{name} for each request", lambda a, name=name: {name: torch.ones(2, device=a["q"].device)},
-            lambda a, name=name: getattr(a, name) is None or getattr(a, name).shape == (a.plan.requests, a.kv_heads),
-            f"{name} must have shape (batch_size, num_heads_k)", _API)
-      for name in ("q_descale", "k_descale", "v_descale")),
+    *map(_descale, ("q_descale", "k_descale", "v_descale")),
     Check("sinks of 68 heads", _of_68_heads, lambda a: a.s_aux is None or a.heads <= 64,
           "We only support query heads <= 64 with S aux", _API),
     Check("sinks in float32", _sinks(4, torch.float32), lambda a: a.s_aux is None or a.s_aux.dtype != torch.float32,

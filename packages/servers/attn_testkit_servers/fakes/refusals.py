@@ -104,7 +104,7 @@ def operators_of(package: str, module: str, namespace: str = "") -> Any:
     if not libraries:
         raise ImportError(f"{package} has no compiled {module} here")
     try:
-        torch.ops.load_library(str(libraries[0]))
+        torch.ops.load_library(str(libraries[0]))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(f"{libraries[0].name} does not load: {error}") from error
     return getattr(torch.ops, namespace or Path(module).name)

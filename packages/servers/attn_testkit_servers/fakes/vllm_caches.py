@@ -80,6 +80,12 @@ def _slots(source: str) -> Check:
                  "expected scalar type Long but found ", source)  # fmt: skip
 
 
+def _inner_stride(name: str) -> Check:
+    text = f"{name} must have stride 1 in dim 2"
+    return Check(f"{name} with a stride", lambda a: {name: strided(a[name])},
+                 lambda a: getattr(a, name).stride(2) == 1, text, _QUERIES)  # fmt: skip
+
+
 RESHAPE_AND_CACHE: tuple[Check, ...] = (
     Check("values with another stride of blocks", but(value_cache=lambda x: x.repeat_interleave(2, 0)[::2]),
           lambda a: a.key_cache.stride(0) == a.value_cache.stride(0), "", _RESHAPE),
@@ -107,9 +113,7 @@ CONCAT_QUERIES: tuple[Check, ...] = (
           "rope_dim must be 64, got ", _QUERIES),
     Check("narrower outputs", but(q_out=lambda x: x[..., :_STEP]),
           lambda a: a.q_out.shape[2] == a.ql_nope.shape[2] + a.q_pe.shape[2], "", _QUERIES),
-    *(Check(f"{name} with a stride", lambda a, name=name: {name: strided(a[name])},
-            lambda a, name=name: getattr(a, name).stride(2) == 1, f"{name} must have stride 1 in dim 2", _QUERIES)
-      for name in ("ql_nope", "q_pe", "q_out")),
+    *map(_inner_stride, ("ql_nope", "q_pe", "q_out")),
     Check("queries in float32", but(ql_nope=torch.Tensor.float),
           lambda a: a.ql_nope.dtype in (torch.float16, torch.bfloat16),
           "ql_nope must be float16 or bfloat16 dtype", _QUERIES),

@@ -137,3 +137,11 @@ def test_the_layout_of_a_schedule_depends_on_splits_and_on_the_mask() -> None:
     assert layout(32, -1, rows=1) == (("rows", "splits"), 17), "one row is causal without a mask"
     assert layout(32, 100, rows=1) == (("rows", "splits", "heads_in_l2"), 25)
     assert layout(32, -1, is_causal=False) == (("rows", "splits"), 17)
+
+
+def test_scales_are_not_looked_at_without_fp8() -> None:
+    given = _arguments([9, 33], 48)
+    fwd(**given)
+    plain = given["out"].clone()
+    fwd(**given | {"k_descale": torch.ones(7)})
+    assert torch.equal(given["out"], plain)

@@ -46,8 +46,7 @@ def put_in_place() -> None:
     of_vllm.flex_attention_compiled = flex_attention
     of_sparse = importlib.import_module("vllm.v1.attention.backends.mla.index_group")
     # The emulated device has the streams of torch.cuda only, and these are a torch.Stream and torch.Events.
-    of_sparse._create_side_stream = lambda device: torch.cuda.Stream(device)  # type: ignore[attr-defined]
-    of_sparse._create_event = lambda: torch.cuda.Event()  # type: ignore[attr-defined]
+    of_sparse._create_side_stream, of_sparse._create_event = _side_stream, _event  # type: ignore[attr-defined]
     if importlib.util.find_spec("flashinfer") is None:
         return  # its class is not requested, or reports it
     with swapped({path: fake_of(entry) for path, entry in _WRAPPERS.items()}):
@@ -70,6 +69,14 @@ def _define(namespace: str, functions: Functions) -> None:
         library.define(name + torch.library.infer_schema(function, mutates_args=written))  # type: ignore[no-untyped-call]
         library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
     _held.append(library)
+
+
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _fa2(*_of_batch: Any, **_of_heads: Any) -> str:
