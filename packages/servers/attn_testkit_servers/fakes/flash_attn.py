@@ -105,8 +105,8 @@ def fwd(
         window_size_right, num_splits,
     )  # fmt: skip
     refuse(
-        PLANNED, plan=plan, dtype=q.dtype, scheduler_metadata=scheduler_metadata, s_aux=s_aux, heads=heads, kv_heads=kv_heads,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        PLANNED, plan=plan, dtype=q.dtype, scheduler_metadata=scheduler_metadata, s_aux=s_aux, heads=heads,
+        kv_heads=kv_heads, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     # Rows and keys that a grid of the largest row count and key count reaches.
     blocks = min(blocks, -(-max_seqlen_k // k.shape[1]))
