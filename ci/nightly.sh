@@ -56,7 +56,7 @@ red() {
 }
 
 page() {
-  "$python" -m attn_testkit report "$out/report.json" --html "$out/report.html" --markdown "$@" > "$out/summary.md"
+  "$python" -m attn_testkit results report "$out/report.json" --html "$out/report.html" --markdown "$@" > "$out/summary.md"
 }
 
 # Tonight's record goes to the others; names sort by time.
@@ -75,7 +75,7 @@ finish() {
   grep -q '"finished": true' "$out/report.json" || worse 1
   if [[ ${#before[@]} -gt 0 ]]; then
     local changed=0
-    "$python" -m attn_testkit compare "${before[1]}" "$out/report.json" | tee "$out/compare.txt" || changed=$?
+    "$python" -m attn_testkit results compare "${before[1]}" "$out/report.json" | tee "$out/compare.txt" || changed=$?
     # Tests fail, as pytest's exit code says, and each of them did the night before.
     [[ $status -ne 1 || $changed -ne 0 || ! -s "$out/compare.txt" ]] || status=8
     worse $changed
@@ -83,7 +83,7 @@ finish() {
     if [[ -n "$nights" && -f "$out/compare.txt" ]]; then
       # Not a reason to fail of its own: what is red since then is red tonight.
       echo "== since the last green night" | tee -a "$out/compare.txt"
-      "$python" -m attn_testkit compare --good "$nights" "$out/report.json" 2>&1 | tee -a "$out/compare.txt" || true
+      "$python" -m attn_testkit results compare --good "$nights" "$out/report.json" 2>&1 | tee -a "$out/compare.txt" || true
     fi
   fi
   [[ -z "$nights" ]] || keep
@@ -92,7 +92,7 @@ finish() {
 if [[ -n "${ATTN_SHARDS:-}" ]]; then
   # Globs, left unquoted on purpose.
   # shellcheck disable=SC2086
-  "$python" -m attn_testkit merge $ATTN_SHARDS --json "$out/report.json" 2> "$kept/merge.txt" || worse $?
+  "$python" -m attn_testkit results merge $ATTN_SHARDS --json "$out/report.json" 2> "$kept/merge.txt" || worse $?
   cat "$kept/merge.txt" >&2
   if [[ -f "$out/report.json" ]]; then finish; else red "no verdict: $(tail -n 1 "$kept/merge.txt")"; fi
   backends=""

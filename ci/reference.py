@@ -136,7 +136,7 @@ def command_line() -> str:
         *_options(commands),
         "| command | what it does |",
         "|---|---|",
-        *(f"| [`{name}`](#{name}) | {_first_line(each)} |" for name, each in all_commands().items()),
+        *(f"| [`{name}`](#{name.replace(' ', '-')}) | {_first_line(each)} |" for name, each in all_commands().items()),
         "",
     ]
     for name, each in all_commands().items():
@@ -495,6 +495,7 @@ def python_api() -> str:
     lines = [f"`import attn_testkit` gives {_listed(sorted(set(attn_testkit.__all__) - {'__version__'}))}.", ""]
     for function in (check_backend, assert_conformant, conformance_cases):
         lines += function_section(function.__name__, function)
+    lines += ["## Arguments", "", *_options_of_a_run()]
     for cls in (Results, NotConformant):
         lines += [f"## `{cls.__name__}`", "", markdown(_doc(cls)), ""]
         shown = [(name, text) for name, _, text in methods(cls) if text]
@@ -505,6 +506,28 @@ def python_api() -> str:
     lines += ["## `Status`", "", markdown(_doc(Status)), "", "| value | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {_cell(text)} |" for name, text in _enum_members(Status)]
     return _page("Python API", *lines)
+
+
+def _options_of_a_run() -> list[str]:
+    """A table of the options of a run in Python, on the command line and in pytest; which are lacking, and why."""
+    from attn_testkit.running.planning.request import OPTIONS
+
+    lines = ["| argument | default | `attn-testkit run` | pytest | meaning |", "|---|---|---|---|---|"]
+    for name, option in OPTIONS.items():
+        if name == "backends":
+            continue
+        by_reason: dict[str, list[str]] = {}
+        for front_end, reason in option.lacking.items():
+            by_reason.setdefault(reason, []).append(f"`{front_end}`")
+        lacking = "".join(f" Not in {', '.join(names)}: {reason}." for reason, names in by_reason.items())
+        places = [
+            f"`{dashes}{option.flag}`" if front_end not in option.lacking else ""
+            for front_end, dashes in (("run", "--"), ("pytest", "--attn-"))
+        ]
+        lines.append(
+            f"| `{name}` | `{option.default!r}` | {' | '.join(places)} | {_cell(option.help_with_unit + lacking)} |"
+        )
+    return [*lines, ""]
 
 
 def _listed(names: list[str]) -> str:
@@ -553,7 +576,7 @@ def pytest_options() -> str:
         "| option | meaning |",
         "|---|---|",
         *(
-            f"| `{name}{'=' + words['metavar'] if 'metavar' in words else ''}` | {_cell(words['help'])} |"
+            f"| {_code(name + ('=' + words['metavar'] if 'metavar' in words else ''))} | {_cell(words['help'])} |"
             for name, words in group.options
         ),
         "",
@@ -602,7 +625,7 @@ def results_json() -> str:
         "`--json FILE` writes a results file. " + schema["description"],
         "",
         "[`report.schema.json`](../../attn_testkit/reports/report.schema.json) is the JSON Schema. "
-        "`attn-testkit report FILE` turns a file into a page or a summary.",
+        "`attn-testkit results report FILE` prints its summary, or writes a page.",
         "",
         "## The file",
         "",

@@ -199,7 +199,8 @@ def _wrapped(call: str) -> str:
 def function_section(name: str, function: Callable[..., Any], level: int = 2) -> list[str]:
     """A section for a function."""
     call = _wrapped(f"{name}{signature_of(function)}")
-    return [f"{'#' * level} `{name}`", "", "```python", call, "```", "", markdown(inspect.getdoc(function) or ""), ""]
+    text = (inspect.getdoc(function) or "").partition("\n\nArgs:")[0]
+    return [f"{'#' * level} `{name}`", "", "```python", call, "```", "", markdown(text), ""]
 
 
 def write(pages: dict[str, str], folder: Path) -> None:

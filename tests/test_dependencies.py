@@ -56,7 +56,8 @@ def test_the_command_line_runs_without_pytest(without_pytest):
     assert done.returncode == 1, done.stderr
     assert "NOT CONFORMANT" in done.stdout
     until = ("--issue", "https://example.org/1", "--until", str(datetime.date.today() + datetime.timedelta(days=30)))
-    for args in (("report", "out.json", "--markdown"), ("known", "--from", "out.json", *until), ("new", "mine")):
+    known = ("results", "known", "out.json", *until)
+    for args in (("results", "report", "out.json", "--markdown"), known, ("new", "mine")):
         done = without_pytest("-m", "attn_testkit", *args)
         assert done.returncode == 0, (args, done.stderr)
 

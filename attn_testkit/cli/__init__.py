@@ -10,33 +10,30 @@ from collections.abc import Sequence
 
 import click
 
-from ..registry import UsageError, unknown
+from ..registry import UsageError
 from ..running.processes.judge_process import JudgeError
-from .compare import compare
 from .compile import compile_
 from .demo import demo
 from .doctor import doctor
 from .elsewhere import ELSEWHERE, absent, registered, registered_names
 from .explain import explain
 from .fuzz import fuzz
+from .group import Commands
 from .interpreter import continue_in
 from .known import known
 from .list_ import list_
-from .merge import merge
 from .minimize import minimize
 from .new import new
-from .report import report
 from .repro import repro
+from .results import results
 from .run import run
 from .version import version_text
 
 __all__ = ["all_commands", "main"]
 
 
-class _Commands(click.Group):
-    """A group that suggests the right verb for a misspelt one, hands a command to another interpreter, and finds the
-    commands of other distributions.
-    """
+class _Commands(Commands):
+    """Hands a command to another interpreter, and finds the commands of other distributions."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = super().get_command(ctx, cmd_name)
@@ -47,14 +44,9 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if ctx.params["python"]:
             continue_in(ctx.params["python"], args)
-        name = args[0]
-        if not name.startswith("-") and self.get_command(ctx, name) is None:
-            verbs = self.list_commands(ctx)
-            raise UsageError(unknown("command", name, verbs))
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        # In the order in which a user needs them, not alphabetical.
         return list(dict.fromkeys([*self.commands, *registered_names()]))
 
 
@@ -93,9 +85,7 @@ for _command in (
     doctor,
     list_,
     explain,
-    report,
-    merge,
-    compare,
+    results,
     known,
     absent("audit"),
 ):
@@ -103,10 +93,16 @@ for _command in (
 
 
 def all_commands() -> dict[str, click.Command]:
-    """Name -> command, those of other distributions included, in the order of ``--help``."""
+    """Name -> command, as ``results show``, those of other distributions included, in the order of ``--help``."""
     context = click.Context(commands)
-    found = {name: commands.get_command(context, name) for name in commands.list_commands(context)}
-    return {name: command for name, command in found.items() if command}
+    found: dict[str, click.Command] = {}
+    for name in commands.list_commands(context):
+        command = commands.get_command(context, name)
+        if isinstance(command, click.Group):
+            found |= {f"{name} {within}": each for within, each in command.commands.items()}
+        elif command:
+            found[name] = command
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ ray_option = click.option(
 
 _NOT_WITH = {
     "in_process": "--in-process",
-    "budget": "--budget",
+    "budget_s": "--budget",
     "shard": "--shard",
     "rest_of": "--rest-of",
     "keyword_text": "-k",
@@ -50,7 +50,7 @@ def run_on_cluster(request: Request, options: Options, values: dict[str, Any], f
         for architecture in cluster.architectures(request.device):
             judge = cluster.judge(architecture)
             judge.durations = durations
-            ready.append((architecture, judge, prepare(judge, request, values["known_failures"])))
+            ready.append((architecture, judge, prepare(judge, request)))
         # All shards of all architectures first: Ray runs them while the results of one are followed.
         for architecture, judge, prepared in ready:
             count = judge.begin(prepared.plan, prepared.items) if prepared.items else 0

@@ -12,8 +12,7 @@ import click
 
 from ..registry import UsageError
 from ..running.check_backend import check_backend
-from ..running.planning.request import MODES, TIERS
-from .options import Seconds, Spelled, case_option
+from .options import one_backend, run_option, seconds_option
 
 TARGETS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120")
 """Names of devices, as in ``emulation/compile_for.py``, which imports torch."""
@@ -29,17 +28,15 @@ Examples:
 \b
 Exit code 0: all compiled, which does not mean CONFORMANT. 1: a target refuses a launch. 5: nothing was launched.""",
 )
-@click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
+@one_backend
 @click.option(
     "--for", "targets", required=True, metavar="TARGETS",
     help=f"Devices, separated by commas: {', '.join(TARGETS)}.",
 )  # fmt: skip
-@click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Default: all declared modes.")
-@click.option("--tier", type=Spelled("tier", TIERS), default="smoke", show_default=True, help="Cases to launch.")
-@case_option
-@click.option(
-    "--seconds", type=Seconds("seconds"), default=60.0, show_default=True, metavar="S", help="For one launch."
-)
+@run_option("modes")
+@run_option("tier")
+@run_option("cases")
+@seconds_option(60.0, "For one launch.")
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write the results to a file.")
 def compile_(backend: str, targets: str, seconds: float, json_file: str | None, **selected: Any) -> int:
     """Run a tier in eager mode on emulated CUDA, and hand each kind of launch of a Triton kernel to Triton's compiler.

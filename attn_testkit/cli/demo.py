@@ -16,7 +16,7 @@ from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure
 from ..running.check_backend import run_request
 from ..running.planning.request import Options, Request
-from .options import device_option
+from .options import run_option
 from .run import terminated_like_interrupted
 
 _BUG, _FIXED = "attn_testkit.examples.demo:StaleLength", "attn_testkit.examples.demo:Fixed"
@@ -59,7 +59,7 @@ Exit code 0: the runs went as described. 1: one of them did not.""",
     metavar="FILE",
     help="Write the report as a page.",
 )
-@device_option
+@run_option("device")
 def demo(topic: str | None, page: str, device: str) -> int:
     """Show a known bug, the test that it passes, and what the kit reports.
 

@@ -22,7 +22,7 @@ from ..running.planning.request import Judge, Options, Request
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 from ..running.processes.machine import GIGABYTE, Package, Resources, packages, resources, slow_because
-from .options import Seconds, device_option
+from .options import run_option
 
 FORMAT = "attn-testkit-doctor/1"
 PLAIN = "torch_native"
@@ -81,26 +81,25 @@ Examples:
 \b
 Exit code 0: the kit can run here. 1: it cannot, because torch cannot be imported or torch_native does not pass.""",
 )
-@device_option
-@click.option(
-    "--timeout", type=Seconds(), default=120.0, show_default=True, metavar="S",
-    help="Time limit per backend in seconds; on a GPU it may first compile its kernels.",
-)  # fmt: skip
+@run_option("device")
+@run_option(
+    "timeout_s", default=120.0, help="Time limit per backend in seconds; on a GPU it may first compile its kernels."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(device: str, timeout: float, as_json: bool) -> int:
+def doctor(device: str, timeout_s: float, as_json: bool) -> int:
     """Check this machine: which bundled backends can run (one small case each), what is missing and how to install it,
     and what will be slow.
     """
-    found = _diagnose(device, timeout)
+    found = _diagnose(device, timeout_s)
     click.echo(json.dumps(_as_plain(found), indent=1) if as_json else "\n".join(_lines(found)))
     return 0 if found.can_run else 1
 
 
-def _diagnose(device: str, timeout: float) -> _Diagnosis:
+def _diagnose(device: str, timeout_s: float) -> _Diagnosis:
     here = resources(os.environ)
     header, backends, why_not = None, [], ""
     try:
-        with contextlib.closing(JudgeProcess(Options(timeout_s=timeout, asks_afresh=False), device)) as judge:
+        with contextlib.closing(JudgeProcess(Options(timeout_s=timeout_s, asks_afresh=False), device)) as judge:
             for info in registered_backends():
                 header, found = _tried(judge, info.name, device)
                 backends.append(found)

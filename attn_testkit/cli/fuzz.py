@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,33 +19,16 @@ from ..results.case_result import BAD, CaseResult, Status, failed_check
 from ..results.failure_text import format_failure
 from ..results.names import FUZZ
 from ..results.run_header import RunHeader, exit_code
-from ..running.planning.request import EXECUTIONS, MODES, Request
+from ..running.planning.request import EXECUTIONS, Request
+from ..running.planning.run_option import MINUTES
 from .one_by_one import OneByOne
-from .options import Seconds, Spelled, command_line, device_option, execution_option
+from .options import Value, command_line, one_backend, run_option
 from .run import Interrupts, terminated_like_interrupted
 from .show import LOG_SECONDS, echo_header
 
 if TYPE_CHECKING:
     from ..fuzz.database import Database
     from ..fuzz.search import Found, Search
-
-MOST_MINUTES = 60.0 * 24 * 7
-
-
-class Minutes(click.ParamType[float]):
-    """The duration of a search in minutes."""
-
-    name = "minutes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Accept a number of minutes, or show what one looks like."""
-        try:
-            minutes = float(value)
-        except ValueError:
-            raise UsageError(f"minutes is {value!r}; expected a number, such as 10 or 0.5") from None
-        if math.isnan(minutes) or not 0 < minutes <= MOST_MINUTES:
-            raise UsageError(f"minutes is {minutes:g}; expected more than 0, and at most {MOST_MINUTES:g}")
-        return minutes
 
 
 @click.command(
@@ -58,22 +40,20 @@ Examples:
 \b
 Exit code 0: nothing found; whether the backend conforms, only `run` says. 1: found. 2: interrupted. 5: nothing ran.""",
 )
-@click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
-@click.option("--minutes", type=Minutes(), default=5.0, show_default=True, metavar="N", help="How long to search.")
+@one_backend
+@click.option("--minutes", type=Value(MINUTES), default=5.0, show_default=True, help="How long to search.")
 @click.option("--runs", type=click.IntRange(1), metavar="N", help="Run at most N case-runs, the same ones each time.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Random seed.")
-@click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Default: all declared modes.")
-@execution_option
-@device_option
+@run_option("seed")
+@run_option("modes")
+@run_option("executions")
+@run_option("device")
 @click.option(
     "--database", type=click.Path(path_type=Path), default=Path(".attn-testkit-fuzz"), show_default=True,
     metavar="FOLDER", help="Folder that remembers failures; they are retried first.",
 )  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
-@click.option(
-    "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Time limit of one case-run."
-)
-def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, timeout: float, **values: Any) -> int:
+@run_option("timeout_s")
+def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, timeout_s: float, **values: Any) -> int:
     """Run random cases over everything that a backend declares, and minimize failures: one case per mode and check,
     with as few non-default values as possible.
     """
@@ -81,11 +61,11 @@ def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, ti
         raise UsageError("fuzz needs Hypothesis: pip install 'hypothesis>=6.100'")
     from ..fuzz.database import Database
 
-    wanted = _Wanted(backend, minutes, timeout, **values)
+    wanted = _Wanted(backend, minutes, timeout_s, **values)
     request = Request((wanted.backend,), wanted.modes, wanted.executions, device=wanted.device)
     with (
         terminated_like_interrupted() as interrupts,
-        contextlib.closing(OneByOne(request, wanted.timeout)) as judge,
+        contextlib.closing(OneByOne(request, wanted.timeout_s)) as judge,
     ):
         header = replace(
             judge.plan.header, tier=FUZZ, seed=wanted.seed, planned=0, not_covered={}, command=command_line()
@@ -100,7 +80,7 @@ def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, ti
 class _Wanted:
     backend: str
     minutes: float
-    timeout: float
+    timeout_s: float
     runs: int | None
     seed: int
     modes: tuple[str, ...]

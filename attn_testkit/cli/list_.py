@@ -15,7 +15,7 @@ from ..registry import BackendInfo, UsageError, registered_backends
 from ..reports.record import plain
 from ..running.planning.request import prepare
 from ..running.processes.judge_process import JudgeProcess
-from .options import request_from, selection_options
+from .options import asked_for, selection_options
 from .show import out
 
 
@@ -38,10 +38,10 @@ def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
 
     A backend need not be registered: you can name it module:Class.
     """
-    request = request_from(values)
+    request, _ = asked_for(values)
     if show_cases:
         with contextlib.closing(JudgeProcess(device=request.device)) as judge:
-            items = prepare(judge, request).plan.items
+            items = prepare(judge, request).items
         if as_json:
             rows = [{"backend": i.backend, "mode": i.mode, "execution": i.execution, "case": i.case} for i in items]
             click.echo(json.dumps(rows, indent=1))

@@ -16,7 +16,7 @@ from ..results.run_header import RunHeader
 from ..running.planning.request import Item, Request
 from ..running.processes.judge_process import JudgeError
 from .one_by_one import OneByOne
-from .options import Seconds, command_line, device_option, execution_option
+from .options import command_line, one_backend, run_option, seconds_option
 from .run import terminated_like_interrupted
 from .show import LOG_SECONDS, echo_header
 
@@ -34,18 +34,13 @@ Examples:
 \b
 Exit code 1: it fails, and was minimized. 0: it passes. 2: interrupted. 5: it does not run here.""",
 )
-@click.option("--backend", "-b", required=True, metavar="SPEC", help="Registered name or module:Class.")
+@one_backend
 @click.argument("case")
-@execution_option
-@device_option
+@run_option("executions")
+@run_option("device")
 @click.option("--any-failure", is_flag=True, help="Accept a failure of another check than in CASE.")
-@click.option(
-    "--seconds", type=Seconds("seconds"), default=600.0, show_default=True, metavar="S",
-    help="Start no case-run after S seconds.",
-)  # fmt: skip
-@click.option(
-    "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Time limit of one case-run."
-)
+@seconds_option(600.0, "Start no case-run after S seconds.")
+@run_option("timeout_s")
 def minimize(
     backend: str,
     case: str,
@@ -53,7 +48,7 @@ def minimize(
     device: str,
     any_failure: bool,
     seconds: float,
-    timeout: float,
+    timeout_s: float,
 ) -> int:
     """Make a failing case as simple as possible while it fails the same check.
 
@@ -65,7 +60,7 @@ def minimize(
 
     parsed = _parsed(case)
     request = Request((backend,), executions=executions, device=device, cases=(case,), command=command_line())
-    with terminated_like_interrupted(), contextlib.closing(OneByOne(request, timeout)) as judge:
+    with terminated_like_interrupted(), contextlib.closing(OneByOne(request, timeout_s)) as judge:
         echo_header(judge.plan.header)
         lacking = not_declared(judge.declared, parsed)
         if lacking:

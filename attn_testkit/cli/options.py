@@ -5,105 +5,88 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
-from ..registry import UsageError, unknown
 from ..results.failure_text import program
-from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
+from ..running.planning.request import Options, Request, asked, options_of
+from ..running.planning.run_option import SWITCH, Kind, RunOption, seconds
 from .backend_file import spec_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_OF_RUN = options_of("run")
+_SELECTION = {each.name for each in fields(Request)} & {*_OF_RUN}
 
-class Spelled(click.ParamType[str]):
-    """One of a few words; the error for a wrong one suggests the nearest right one."""
 
-    name = "word"
+class Value(click.ParamType[Any]):
+    """A value of a kind; the error for a wrong one is the same as in Python and in pytest."""
 
-    def __init__(self, what: str, words: Sequence[str]) -> None:
-        self.what, self.words = what, words
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.name = kind.metavar.lower()
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Accept the word, or name the one that was probably meant."""
-        if value in self.words:
-            return str(value)
-        raise UsageError(unknown(self.what, value, self.words))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Accept a text, or show what one looks like."""
+        return self.kind.parse(value) if isinstance(value, str) else value
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """The words themselves if they are few and short."""
-        text = "|".join(self.words)
-        return text if len(text) < 30 else self.what.upper()
+        return self.kind.metavar
 
 
-class Device(click.ParamType[str]):
-    """A device: auto, cuda, cuda:N or cpu."""
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Accept the name of a device, or show how it is spelled."""
-        return checked_device(str(value))
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """The forms that a device's name may have."""
-        return "auto|cuda|cuda:N|cpu"
+def run_option(name: str, **more: Any) -> Callable[[F], F]:
+    """An option of a run, by the name of its field. ``more``: arguments of click that differ in this command."""
+    option = _OF_RUN[name]
+    words: dict[str, Any] = {"help": option.help_on_command_lines, **_shape(option), **more}
+    names = [f"--{option.flag}", *([f"-{option.short}"] if option.short else []), name]
+    return click.option(*names, **words)
 
 
-class Seconds(click.ParamType[float]):
-    """A time limit in seconds, of a case-run or another thing."""
-
-    name = "seconds"
-
-    def __init__(self, what: str = "timeout") -> None:
-        self.what = what
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Accept a number of seconds, or show what one looks like."""
-        try:
-            return checked_seconds(float(value), self.what)
-        except ValueError:
-            raise UsageError(f"{self.what} is {value!r}; expected seconds, such as 300") from None
+def _shape(option: RunOption) -> dict[str, Any]:
+    if option.kind is SWITCH:
+        return {"is_flag": True}
+    if option.repeatable:
+        return {"type": Value(option.kind), "multiple": True}
+    shown = option.default is not None
+    return {"type": Value(option.kind), "default": option.default, "show_default": shown}
 
 
-backend_option = click.option(
-    "--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Registered name or module:Class; repeatable."
-)
-device_option = click.option("--device", type=Device(), default="auto", show_default=True, help="cpu emulates CUDA.")
-execution_option = click.option(
-    "--execution", "executions", multiple=True, type=Spelled("execution", EXECUTIONS), help="Default: both."
-)
-case_option = click.option(
-    "--case", "cases", multiple=True, metavar="GLOB", help="Only cases whose id matches, as 'decode-*'."
-)
+def one_backend(command: F) -> F:
+    """Add ``--backend`` of a command that accepts one; its parameter is ``backend``."""
+    option = _OF_RUN["backends"]
+    names = (f"--{option.flag}", f"-{option.short}", "backend")
+    return click.option(*names, required=True, metavar=option.kind.metavar, help=option.help)(command)
+
+
+def seconds_option(default: float, help: str) -> Callable[[F], F]:
+    """``--seconds`` of a command that searches or compiles for so long."""
+    return click.option("--seconds", type=Value(seconds("seconds")), default=default, show_default=True, help=help)
 
 
 def selection_options(command: F) -> F:
     """Add the options that select case-runs, of ``run`` and of ``list --cases``."""
-    options = [
-        backend_option,
-        click.option(
-            "--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="As 'extend'; `list` shows modes."
-        ),
-        execution_option,
-        click.option(
-            "--tier", type=Spelled("tier", TIERS), default="smoke", show_default=True, help="Number of cases."
-        ),
-        case_option,
-        device_option,
-        click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Random seed."),
-    ]
-    for option in reversed(options):
-        command = option(command)
+    return _with(command, [name for name in _OF_RUN if name in _SELECTION])
+
+
+def settings_options(command: F) -> F:
+    """Add the other options of a run."""
+    return _with(command, [name for name in _OF_RUN if name not in _SELECTION])
+
+
+def _with(command: F, names: Sequence[str]) -> F:
+    for name in reversed(names):
+        command = run_option(name)(command)
     return command
 
 
-def request_from(values: dict[str, Any]) -> Request:
-    """Take the shared options out of a command's values."""
-    values["backends"] = tuple(map(spec_of, values["backends"]))
-    names = ("backends", "modes", "executions", "tier", "device", "seed", "cases")
-    return Request(**{name: values.pop(name) for name in names}, command=command_line())
+def asked_for(values: dict[str, Any], **more: Any) -> tuple[Request, Options]:
+    """The records of a command's values, of which the others are left out. ``more``: further fields of the request."""
+    given = {name: values[name] for name in _OF_RUN if name in values}
+    backends = tuple(map(spec_of, given.pop("backends")))
+    return asked("run", backends, given, command=command_line(), **more)
 
 
 def command_line() -> str:

@@ -12,7 +12,7 @@ from ..results.failure_text import format_failure
 from ..results.names import EXECUTIONS
 from ..running.planning.request import Options, Plan, Request, final_code
 from ..running.processes.judge_process import judge_for
-from .options import backend_option, device_option, execution_option
+from .options import run_option
 from .run import NO_GATE
 from .show import echo_header
 
@@ -25,18 +25,16 @@ Examples:
   attn-testkit repro --backend triton --execution graph --after eager:OTHER_CASE CASE
   python -m pdb -m attn_testkit repro --in-process --backend my_pkg.attn:MyBackend --execution eager CASE""",
 )
-@backend_option
+@run_option("backends")
 @click.argument("case")
-@execution_option
-@device_option
+@run_option("executions")
+@run_option("device")
 @click.option(
     "--after", multiple=True, metavar="CASE",
     help="Run another case first in the same process; write eager:CASE or graph:CASE if its execution differs; "
     "repeatable.",
 )  # fmt: skip
-@click.option(
-    "--in-process", is_flag=True, help="Run the backend in this process: debuggers, sanitizers and print work."
-)
+@run_option("in_process", help="Run the backend in this process: debuggers, sanitizers and print work.")
 def repro(
     backends: tuple[str, ...],
     case: str,

@@ -24,13 +24,13 @@ from ..reports.verdict import refuse_another_run
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.names import NO_CASE
 from ..results.run_header import CUT
-from ..running.planning.request import DIAGNOSE, DIAGNOSE_SECONDS, Options, Prepared, Request, final_code, prepare
+from ..running.planning.request import Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
 from .choosing import choose, echo_durations, echo_items, pytest_options
 from .cluster_run import ray_option, refuse_with_ray, run_on_cluster
 from .last_failed import keep_failed
-from .options import Seconds, request_from, selection_options
+from .options import asked_for, selection_options, settings_options
 from .shards import refuse_other_shard, shard_options, sharded
 from .show import Watch, echo_header, print_summary
 
@@ -48,21 +48,9 @@ Examples:
     "--cases-from", type=click.Path(), metavar="FILE",
     help="Only the cases in a file, one per line.",
 )  # fmt: skip
-@click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML file of failures to tolerate.")
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results; -: one line on stdout.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
-@click.option(
-    "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Processes on all GPUs.",
-)  # fmt: skip
-@click.option(
-    "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
-    help="Time limit of one case-run.",
-)  # fmt: skip
-@click.option(
-    "--budget", type=Seconds("budget"), metavar="S",
-    help="Start none after S seconds. Exit code 7.",
-)  # fmt: skip
+@settings_options
 @click.option(
     "--last", type=click.Path(), metavar="FILE",
     help="With --budget: run what failed there first.",
@@ -73,14 +61,8 @@ Examples:
 )  # fmt: skip
 @shard_options
 @ray_option
-@click.option("--in-process", is_flag=True, help="Run in this process, to debug. Not for CI.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
-@click.option("--diagnose", type=click.Choice(DIAGNOSE), default="first", help="Failures to explain; default: first.")
-@click.option(
-    "--diagnose-seconds", type=Seconds("diagnose-seconds"), default=DIAGNOSE_SECONDS, show_default=True, metavar="S",
-    help="Time limit of one diagnosis.",
-)  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
@@ -90,13 +72,13 @@ def run(**values: Any) -> int:
         if not name.endswith(".py"):
             raise UsageError(f"Got unexpected extra argument ({name}); a backend is named with --backend {name}")
     values["backends"] = (*files, *values["backends"])
-    request = replace(request_from(values), counts_tier=True)
+    request, options = asked_for(values, counts_tier=True)
     if values["cases_from"]:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
         request = replace(request, cases=cases, cases_from=values["cases_from"])
     _refuse_clashes(values)
     with terminated_like_interrupted(), _for_programs(values):
-        return _run(request, values)
+        return _run(request, options, values)
 
 
 @contextlib.contextmanager
@@ -132,25 +114,16 @@ def _refuse_clashes(values: dict[str, Any]) -> None:
         raise UsageError("--in-process runs in one process; leave out --jobs")
     if values["stop_first"] and values["max_failures"]:
         raise UsageError("-x is --max-failures 1; give one of them")
-    if values["last"] and not values["budget"]:
+    if values["last"] and not values["budget_s"]:
         raise UsageError("--last orders the cases of a run with a time limit; give it with --budget")
     if values["json_file"] in values["rest_of"]:
         raise UsageError("--json would overwrite the results file that --rest-of reads; name another file")
 
 
-def _run(request: Request, values: dict[str, Any]) -> int:
-    options = Options(
-        jobs=values["jobs"],
-        timeout_s=values["timeout"],
-        gpus=_gpus_to_share(request, values["jobs"]),
-        in_process=values["in_process"],
-        budget_s=values["budget"],
-        diagnose=values["diagnose"],
-        diagnose_s=values["diagnose_seconds"],
-    )
+def _run(request: Request, options: Options, values: dict[str, Any]) -> int:
     earlier = {name: read_report(name) for name in values["rest_of"]}
-    if values["budget"]:
-        request = replace(request, order="most valuable", failed_before=_failed(values["last"]))
+    if options.budget_s:
+        request = replace(request, failed_before=_failed(values["last"]))
     elif values["stop_first"]:
         request = replace(request, order="plainest")
     if not request.backends:
@@ -162,9 +135,10 @@ def _run(request: Request, values: dict[str, Any]) -> int:
             _begin(prepared, values)
             return _follow(prepared, values, limit, carried=0)
 
-        return run_on_cluster(request, replace(options, gpus=()), values, follow)
+        return run_on_cluster(request, options, values, follow)
+    options = replace(options, gpus=_gpus_to_share(request, options.jobs))
     with contextlib.closing(judge_for(options, request.device)) as judge:
-        prepared = prepare(judge, request, values["known_failures"], sharded(judge.plan(request), values))
+        prepared = prepare(judge, request, sharded(judge.plan(request), values))
         prepared, carried = _rest_of(prepared, earlier)
         prepared = choose(prepared, values["keyword_text"], values["last_failed"])
         if values["collect_only"]:

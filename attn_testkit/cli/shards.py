@@ -22,7 +22,7 @@ def shard_options(command: F) -> F:
     """Add the options that select a shard."""
     options = [
         click.option(
-            "--shard", metavar="K/N", help="Only part K of N, for `merge`."
+            "--shard", metavar="K/N", help="Only part K of N, for `results merge`."
         ),
         click.option(
             "--durations-from", type=click.Path(), multiple=True, metavar="FILE",

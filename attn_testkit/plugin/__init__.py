@@ -43,16 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     gpu = _workerinput(config).get("attn_gpu")
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    request, options = plugin_options.asked_for(config)
     state = Session(
-        plugin_options.request(config),
-        known=plugin_options.known_file(config),
+        request,
+        options,
         report=plugin_options.report_file(config),
         min_cases=plugin_options.min_cases(config),
         command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
-        timeout_s=config.option.attn_timeout,
-        budget_s=config.option.attn_budget,
-        diagnose=config.option.attn_diagnose,
-        diagnose_s=config.option.attn_diagnose_seconds,
         show_not_covered=config.option.attn_show_not_covered,
         collects_only=config.option.collectonly,
         named=bool(config.option.attn_backend or config.option.attn_report),
@@ -85,7 +82,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return one worker per GPU for ``-n auto``, if case-runs use GPUs."""
-    request = plugin_options.request(config)
+    request, _ = plugin_options.asked_for(config)
     if not request.backends or request.device not in ("auto", "cuda"):
         return None
     return len(visible_gpus(os.environ)) or None

@@ -1,102 +1,39 @@
-"""The plugin's options, their ini values, and the request that they make."""
+"""The plugin's options and their ini values: those of a run, and its own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 
-from ..registry import UsageError, unknown
+from ..registry import UsageError
 from ..reports.shards import Shard, requested_shard
-from ..running.planning.request import (
-    DIAGNOSE,
-    DIAGNOSE_SECONDS,
-    EXECUTIONS,
-    MODES,
-    TIERS,
-    Request,
-    checked_device,
-    checked_seconds,
-)
+from ..running.planning.request import EXECUTIONS, Options, Request, asked, options_of
+from ..running.planning.run_option import SWITCH, Kind, RunOption, whole
 
-T = TypeVar("T")
+_MIN_CASES = whole("min-cases")
 
 
 def add(parser: pytest.Parser) -> None:
     """Add one group of prefixed options, and ini values for what is set in CI."""
     group = parser.getgroup("attn", "attention backend conformance (attn-testkit)")
-    _add_selection(group)
-    _add_conduct(group)
-    parser.addini("attn_backends", "Backends to test.", type="linelist")
-    parser.addini("attn_tier", "smoke, core or full.", default="smoke")
-    parser.addini("attn_known_failures", "TOML file of failures to tolerate, relative to the ini file.", default="")
-    parser.addini("attn_min_cases", "Fail if fewer case-runs ran.", default="0")
-
-
-def _add_selection(group: pytest.OptionGroup) -> None:
-    """Options of what is run."""
-    group.addoption(
-        "--attn-backend", action="append", default=[], metavar="SPEC", dest="attn_backend",
-        help="Backend to test: module:Class, or a name from `attn-testkit list`. Repeatable. ini: attn_backends.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-tier", type=_word("tier", TIERS), metavar="TIER", dest="attn_tier",
-        help="Number of cases: smoke (default), core or full. ini: attn_tier.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-mode", action="append", default=[], type=_word("mode", MODES), metavar="MODE", dest="attn_mode",
-        help=f"Only this runner mode: {', '.join(MODES)}. Repeatable.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-execution", action="append", default=[], type=_word("execution", EXECUTIONS), metavar="HOW",
-        dest="attn_execution", help="Only eager or only graph. Repeatable.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-case", action="append", default=[], metavar="GLOB", dest="attn_case",
-        help="Only cases whose id matches, as 'decode-*'. Repeatable.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-device", type=_device, default="auto", metavar="DEVICE", dest="attn_device",
-        help="auto (default), cuda, cuda:N, or cpu, which emulates CUDA and its graphs.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-seed", type=_number("seed"), default=0, metavar="N", dest="attn_seed",
-        help="Random seed.",
-    )  # fmt: skip
-
-
-def _add_conduct(group: pytest.OptionGroup) -> None:
-    """Options of how it is run and reported."""
-    group.addoption(
-        "--attn-known-failures", metavar="FILE", dest="attn_known_failures",
-        help="TOML file of failures to tolerate. ini: attn_known_failures.",
-    )  # fmt: skip
+    for option in options_of("pytest").values():
+        group.addoption(f"--attn-{option.flag}", dest=_dest(option), help=_help(option), **_action(option))
+        if option.ini:
+            default = "" if option.repeatable or option.default is None else str(option.default)
+            kind: Any = {"type": "linelist"} if option.repeatable else {"default": default}
+            parser.addini(_ini(option), option.help, **kind)
     group.addoption(
         "--attn-report", metavar="FILE", dest="attn_report",
-        help="Write results as JSON, updated as they come. See `attn-testkit report`.",
+        help="Write results as JSON, updated as they come. See `attn-testkit results report`.",
     )  # fmt: skip
     group.addoption(
-        "--attn-min-cases", type=_number("min-cases"), metavar="N", dest="attn_min_cases",
+        "--attn-min-cases", type=_reader(_MIN_CASES), metavar="N", dest="attn_min_cases",
         help="Fail if fewer than N case-runs ran. ini: attn_min_cases.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-timeout", type=_seconds, default=0.0, metavar="S", dest="attn_timeout",
-        help="Time limit of one case-run in seconds (default 300); after that it is reported as timed out.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-budget", type=_budget, metavar="S", dest="attn_budget",
-        help="Start no case-run of the suite after S seconds; the most valuable ones come first. Exit code 7.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-diagnose", type=_word("diagnose", DIAGNOSE), default="first", metavar="WHICH", dest="attn_diagnose",
-        help="Look for the cause of the first failure of a kind (default), of all failures, or of none.",
-    )  # fmt: skip
-    group.addoption(
-        "--attn-diagnose-seconds", type=_diagnose_seconds, default=DIAGNOSE_SECONDS, metavar="S",
-        dest="attn_diagnose_seconds", help="Time limit of the diagnosis of one case-run (default 20).",
     )  # fmt: skip
     group.addoption(
         "--attn-show-not-covered", action="store_true", dest="attn_show_not_covered",
@@ -104,34 +41,59 @@ def _add_conduct(group: pytest.OptionGroup) -> None:
     )  # fmt: skip
     group.addoption(
         "--attn-shard", metavar="K/N", dest="attn_shard",
-        help="Run only part K of N of the suite, for `attn-testkit merge`, and of conformance_cases. "
+        help="Run only part K of N of the suite, for `attn-testkit results merge`, and of conformance_cases. "
         "Default: SHARD_INDEX/SHARD_COUNT, if they are set.",
     )  # fmt: skip
-    group.addoption(
-        "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",
-        help="Report a backend that cannot be imported as a failing row, and test the others.",
-    )  # fmt: skip
+    parser.addini("attn_min_cases", "Fail if fewer case-runs ran.", default="0")
 
 
-def request(config: pytest.Config) -> Request:
-    """Make the request of options and ini values; raises ``pytest.UsageError`` for a wrong ini value."""
-    option = config.option
-    tier = option.attn_tier or _from_ini(_word("tier", TIERS), "attn_tier", config)
-    backends = tuple(option.attn_backend or config.getini("attn_backends"))
-    return Request(
-        backends=backends,
-        modes=tuple(option.attn_mode),
-        executions=tuple(option.attn_execution),
-        tier=tier,
-        device=option.attn_device,
-        seed=option.attn_seed,
-        cases=tuple(option.attn_case),
-        # A user reads the failures from the top, or stops at the first.
-        order="plainest" if option.attn_budget is None else "most valuable",
-        failed_before=_failed_before(config, backends) if option.attn_budget is not None else (),
-        keep_unloadable=option.attn_keep_unloadable,
-        counts_tier=True,
+def _dest(option: RunOption) -> str:
+    return f"attn_{option.flag.replace('-', '_')}"
+
+
+def _ini(option: RunOption) -> str:
+    return f"attn_{option.name}"
+
+
+def _help(option: RunOption) -> str:
+    words = option.kind.words if option.kind.metavar.isupper() else ()
+    without = option.repeatable or option.default is None or option.kind is SWITCH
+    more = (
+        f"One of {', '.join(words)}." if words else "",
+        "" if without else f"Default: {option.default}.",
+        f"ini: {_ini(option)}." if option.ini else "",
     )
+    return " ".join(filter(None, (option.help_on_command_lines, *more)))
+
+
+def _action(option: RunOption) -> dict[str, Any]:
+    """Words for pytest's parser. An option with an ini value has no default here."""
+    if option.kind is SWITCH:
+        return {"action": "store_true"}
+    read = {"type": _reader(option.kind), "metavar": option.kind.metavar}
+    if option.repeatable:
+        return {**read, "action": "append", "default": []}
+    return read if option.ini else {**read, "default": option.default}
+
+
+def asked_for(config: pytest.Config) -> tuple[Request, Options]:
+    """The records of options and ini values; raises ``pytest.UsageError`` for a wrong ini value."""
+    given = {option.name: _given(option, config) for option in options_of("pytest").values()}
+    given["known_failures"] = _known_file(config)
+    backends = given.pop("backends")
+    # A user reads the failures from the top, or stops at the first.
+    request, options = asked("pytest", backends, given, counts_tier=True, order="plainest")
+    if options.budget_s is not None:
+        request = replace(request, failed_before=_failed_before(config, backends))
+    return request, options
+
+
+def _given(option: RunOption, config: pytest.Config) -> Any:
+    given = getattr(config.option, _dest(option))
+    if not option.ini or given:
+        return given
+    listed = config.getini(_ini(option))
+    return listed if option.repeatable else _from_ini(option.kind, _ini(option), config)
 
 
 def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -167,7 +129,7 @@ def selected_by(config: pytest.Config) -> str:
     return ", ".join(words)
 
 
-def known_file(config: pytest.Config) -> Path | None:
+def _known_file(config: pytest.Config) -> Path | None:
     """The absolute path of the known-failures file, or None."""
     given: str | None = config.option.attn_known_failures
     if given:
@@ -196,54 +158,22 @@ def report_file(config: pytest.Config) -> Path | None:
 def min_cases(config: pytest.Config) -> int:
     """The number of case-runs that must run."""
     given: int | None = config.option.attn_min_cases
-    return _from_ini(_number("min-cases"), "attn_min_cases", config) if given is None else given
+    return int(_from_ini(_MIN_CASES, "attn_min_cases", config)) if given is None else given
 
 
-def _word(what: str, words: Sequence[str]) -> Callable[[str], str]:
-    def convert(value: str) -> str:
-        if value in words:
-            return value
-        # argparse would wrap any other exception in its own sentence; the exit code is 4 either way.
-        raise pytest.UsageError(unknown(what, value, words))
+def _reader(kind: Kind) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind.parse(text)
+        except UsageError as error:
+            # argparse would wrap any other exception in its own sentence; the exit code is 4 either way.
+            raise pytest.UsageError(str(error)) from None
 
-    return convert
+    return read
 
 
-def _device(value: str) -> str:
+def _from_ini(kind: Kind, name: str, config: pytest.Config) -> Any:
     try:
-        return checked_device(value)
-    except UsageError as error:
-        raise pytest.UsageError(str(error)) from None
-
-
-def _seconds(value: str, what: str = "timeout") -> float:
-    try:
-        return checked_seconds(float(value), what)
-    except UsageError as error:
-        raise pytest.UsageError(str(error)) from None
-    except ValueError:
-        raise pytest.UsageError(f"{what} is {value!r}; expected seconds, such as 300") from None
-
-
-def _diagnose_seconds(value: str) -> float:
-    return _seconds(value, "diagnose-seconds")
-
-
-def _budget(value: str) -> float:
-    return _seconds(value, "budget")
-
-
-def _number(what: str) -> Callable[[str], int]:
-    def convert(value: str) -> int:
-        if value.isdecimal():
-            return int(value)
-        raise pytest.UsageError(f"{what} is {value!r}; expected a whole number from 0 up")
-
-    return convert
-
-
-def _from_ini(convert: Callable[[str], T], name: str, config: pytest.Config) -> T:
-    try:
-        return convert(config.getini(name))
+        return _reader(kind)(config.getini(name))
     except pytest.UsageError as error:
         raise pytest.UsageError(f"ini value {name}: {error}") from None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 
@@ -19,15 +18,18 @@ from ..results.failure_text import format_failure
 from ..results.run_header import RunHeader
 from ..running.planning.candidate import candidate_for
 from ..running.planning.request import (
-    DIAGNOSE_SECONDS,
+    CaseArguments,
     Item,
     Judge,
     Options,
     Prepared,
     Request,
+    asked,
     kit_error,
+    options_of,
     param_id,
     prepare,
+    with_options,
 )
 from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
@@ -44,7 +46,6 @@ class Wanted:
 
     request: Request
     options: Options
-    known: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,9 @@ class Param:
     wanted: Wanted
 
 
+@with_options("conformance_cases")
 def conformance_cases(
-    *backends: str | type[Any],
-    tier: str = "smoke",
-    device: str = "auto",
-    modes: Sequence[str] = (),
-    executions: Sequence[str] = (),
-    seed: int = 0,
-    cases: Sequence[str] = (),
-    timeout_s: float = 300.0,
-    known_failures: str | Path | None = None,
+    *backends: str | type[Any], **arguments: Unpack[CaseArguments]
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Parametrize a test with the case-runs of one or more backends::
 
@@ -82,34 +76,16 @@ def conformance_cases(
     Raises ``UsageError``. An error that only planning can find, such as a backend that cannot be imported, is reported
     when the test is collected.
     """
-    if not backends:
-        raise UsageError("no backend is named; write conformance_cases('module:Class') or conformance_cases(MyBackend)")
-    if isinstance(modes, str) or isinstance(executions, str) or isinstance(cases, str):
-        raise UsageError("modes, executions and cases are lists of names: write modes=['decode']")
-    request = Request(
-        backends=tuple(candidate_for(backend) for backend in backends),
-        modes=tuple(modes),
-        executions=tuple(executions),
-        tier=tier,
-        device=device,
-        seed=seed,
-        cases=tuple(cases),
-        command="conformance_cases",
-        counts_tier=True,
-        order="plainest",
-    )
-    wanted = Wanted(
-        request,
-        Options(timeout_s=timeout_s, diagnose_s=DIAGNOSE_SECONDS),
-        Path(known_failures) if known_failures else None,
-    )
-    return getattr(pytest.mark, MARK)(wanted)  # type: ignore[no-any-return]
+    return getattr(pytest.mark, MARK)(_wanted(*backends, **arguments))  # type: ignore[no-any-return]
 
 
 def _wanted(*backends: str | type[Any], **arguments: Any) -> Wanted:
-    """The request of the decorator's arguments, which the mark and the fixture take, too. Raises ``UsageError``."""
-    decorator: Any = conformance_cases(*backends, **arguments)
-    return decorator.args[0]  # type: ignore[no-any-return]
+    """The request of the arguments, which decorator, mark and fixture share. Raises ``UsageError``."""
+    if not backends:
+        raise UsageError("no backend is named; write conformance_cases('module:Class') or conformance_cases(MyBackend)")
+    candidates = [candidate_for(backend) for backend in backends]
+    more = {"command": "conformance_cases", "counts_tier": True, "order": "plainest"}
+    return Wanted(*asked("conformance_cases", candidates, arguments, **more))
 
 
 def _of_mark(mark: pytest.Mark) -> Wanted:
@@ -119,7 +95,7 @@ def _of_mark(mark: pytest.Mark) -> Wanted:
     try:
         return _wanted(*mark.args, **mark.kwargs)
     except TypeError as error:
-        known = ", ".join(inspect.signature(conformance_cases).parameters)
+        known = ", ".join(options_of("conformance_cases"))
         raise UsageError(f"@pytest.mark.{MARK}: {str(error).partition(' ')[2]} (arguments: {known})") from None
 
 
@@ -131,20 +107,21 @@ def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
     if FIXTURE not in metafunc.fixturenames:
         pytest.fail(f"{metafunc.function.__name__} has conformance_cases but no parameter {FIXTURE}", pytrace=False)
     try:
-        wanted = _of_mark(mark)
-        if wanted.known:
-            folders = (metafunc.definition.path.parent, metafunc.config.rootpath)
-            wanted = replace(wanted, known=_found(wanted.known, folders))
+        folders = (metafunc.definition.path.parent, metafunc.config.rootpath)
+        wanted = _with_known(_of_mark(mark), folders)
         params = list(_params(own, wanted))
     except (UsageError, JudgeError) as error:
         raise pytest.fail.Exception(f"attn-testkit: {error}", pytrace=False) from None
     metafunc.parametrize(FIXTURE, params, ids=[param.id for param in params], indirect=True)
 
 
-def _found(known: Path, folders: Sequence[Path]) -> Path:
-    """The file of known failures in the first folder that has it; if none has it, its place in the first folder."""
-    places = [folder / known for folder in folders]
-    return next((place for place in places if place.exists()), places[0])
+def _with_known(wanted: Wanted, folders: Sequence[Path]) -> Wanted:
+    """Look for the file of known failures in the folders; if none has it, it is named in the first."""
+    if not wanted.request.known_failures:
+        return wanted
+    places = [folder / wanted.request.known_failures for folder in folders]
+    found = next((place for place in places if place.exists()), places[0])
+    return replace(wanted, request=replace(wanted.request, known_failures=found))
 
 
 def _params(own: OwnTests, wanted: Wanted) -> Iterator[Param]:
@@ -189,7 +166,7 @@ class OwnTests:
         if wanted not in self._prepared:
             judge = self._judge(wanted)
             plan = self._shared.plan(wanted.request, lambda: judge.plan(wanted.request))
-            self._prepared[wanted] = prepare(judge, wanted.request, wanted.known, plan)
+            self._prepared[wanted] = prepare(judge, wanted.request, plan)
         return self._prepared[wanted]
 
     def part(self, wanted: Wanted) -> Prepared:
@@ -197,7 +174,7 @@ class OwnTests:
         whole = self.prepared(wanted)
         if self.shard is None:
             return whole
-        found = prepare(whole.judge, wanted.request, wanted.known, shard_of(whole.plan, self.shard))
+        found = prepare(whole.judge, wanted.request, shard_of(whole.plan, self.shard))
         here, of = self.in_shard
         self.in_shard = here + len(found.items), of + len(whole.items)
         return found
@@ -291,7 +268,7 @@ class Check:
         """``folders``: those in which a file of known failures is looked for, in their order."""
         self._own, self._folders = own, folders
 
-    def __call__(self, *backends: str | type[Any], **given: Any) -> Results:
+    def __call__(self, *backends: str | type[Any], **arguments: Unpack[CaseArguments]) -> Results:
         """Check backends; arguments are those of ``conformance_cases``.
 
         Fails the test with the verdict and the failures unless they conform; else returns the ``Results``. Raises
@@ -299,10 +276,7 @@ class Check:
         """
         __tracebackhide__ = True
         try:
-            wanted = _wanted(*backends, **given)
-            if wanted.known:
-                wanted = replace(wanted, known=_found(wanted.known, self._folders))
-            results = self._own.check(wanted)
+            results = self._own.check(_with_known(_wanted(*backends, **arguments), self._folders))
         except (UsageError, JudgeError) as error:
             # Only the test's own line of the traceback is of use, not those of the kit.
             raise error.with_traceback(None) from None

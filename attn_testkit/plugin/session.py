@@ -31,8 +31,6 @@ from ..results.remarks import (
 )
 from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
-    DIAGNOSE_SECONDS,
-    Diagnose,
     Item,
     Judge,
     Options,
@@ -73,16 +71,12 @@ class Session:
     """The state of the plugin. Workers use only the plan; results are collected where the terminal is."""
 
     request: Request
-    known: Path | None = None
+    options: Options = field(default_factory=Options)
     report: Path | None = None
     min_cases: int = 0
     command: str = ""
     refusal: str = ""
     """The reason why the request cannot be planned."""
-    timeout_s: float = 0.0
-    """Time limit of one case-run in seconds; 0 means that of the command line."""
-    budget_s: float | None = None
-    """Seconds from the session's start after which no case-run is started."""
     begun: float = field(default_factory=lambda: time.monotonic())
     shard: Shard | None = None
     """The part of the case-runs that this session runs; None for all."""
@@ -95,8 +89,6 @@ class Session:
     due: dict[str, Item] = field(default_factory=dict)
     """Node id -> what it runs, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
-    diagnose: Diagnose = "first"
-    diagnose_s: float = DIAGNOSE_SECONDS
     show_not_covered: bool = False
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -122,10 +114,10 @@ class Session:
                     request = replace(self.request, command=self.command)
                     plan = self.judge().plan(request)
                     plan = shard_of(plan, self.shard) if self.shard else plan
-                    self.prepared = prepare(self.judge(), request, self.known, plan)
+                    self.prepared = prepare(self.judge(), request, plan)
                 else:
                     # The judge is started for the first case-run, not for collection.
-                    self.prepared = prepare(_NoJudge(), self.request, self.known, self.planned)
+                    self.prepared = prepare(_NoJudge(), self.request, self.planned)
             except UsageError as error:
                 self.refusal = f"attn-testkit: {error}"
         return self.prepared
@@ -133,9 +125,8 @@ class Session:
     def judge(self) -> Judge:
         """The judge's process, started on first use."""
         if self._judge is None:
-            options = Options(
-                timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose, diagnose_s=self.diagnose_s
-            )
+            # The budget is one of the session, in which other tests run between case-runs.
+            options = replace(self.options, budget_s=None)
             self._judge = JudgeProcess(options, self.request.device, place=self.judge_place)
         return self._judge
 
@@ -151,8 +142,9 @@ class Session:
         """The result of one case-run, whatever the backend does."""
         prepared = self.plan()
         assert prepared is not None
-        if self.budget_s is not None and time.monotonic() - self.begun >= self.budget_s:
-            return not_started(item, self.budget_s)
+        budget_s = self.options.budget_s
+        if budget_s is not None and time.monotonic() - self.begun >= budget_s:
+            return not_started(item, budget_s)
         try:
             (result,) = self.judge().run(prepared.plan.to_run(), [item])
         except JudgeError as error:

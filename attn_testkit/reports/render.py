@@ -56,7 +56,7 @@ def markdown_summary(report: Report, previous: Report | None = None, history: Hi
     found = conclude(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
     model["not_covered"] = [
         *left_lines(report.header, report.results),
-        *not_tried_lines(report.header, found, "the page of `report --html` lists them"),
+        *not_tried_lines(report.header, found, "the page of `results report --html` lists them"),
     ]
     return template.render(**model, causes=causes)
 

@@ -58,7 +58,7 @@ def conclude(
     word, text = _words(header, rows, problems, interrupted, code)
     shard = header.selection.shard
     if shard and not word.startswith("SHARD"):
-        # The verdict on the whole run is that of `merge`, also if a shard is red.
+        # The verdict on the whole run is that of `results merge`, also if a shard is red.
         return Verdict(f"SHARD {shard}", f"{word}: {text}", code)
     return Verdict(word, text, code)
 
@@ -229,7 +229,10 @@ def _partial(header: RunHeader, runs: Sequence[CaseResult], ran: int, passed: st
         text += ", which no argument of this command asked for"
     if selection.shard:
         count = selection.shard.partition("/")[2]
-        return f"SHARD {selection.shard}", f"{text}{rest}; `attn-testkit merge` of all {count} shards has the verdict"
+        return (
+            f"SHARD {selection.shard}",
+            f"{text}{rest}; `attn-testkit results merge` of all {count} shards has the verdict",
+        )
     return "PARTIAL", f"{text}{rest}"
 
 

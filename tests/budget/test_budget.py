@@ -139,7 +139,7 @@ def call(fake, capfd, tmp_path, monkeypatch):
         (["--budget", "nan"], "budget is nan; expected seconds above 0"),
         (["--budget", "0"], "budget is 0; expected seconds above 0"),
         (["--budget", "-1"], "budget is -1; expected seconds above 0"),
-        (["--budget", "1m"], "budget is '1m'; expected seconds, such as 300"),
+        (["--budget", "1m"], "budget is '1m'; expected seconds, such as 60"),
         (["--last", "x.json"], "give it with --budget"),
         (["--budget", "9", "--last", "none.json"], "cannot read none.json: No such file"),
         (["--rest-of", "none.json"], "cannot read none.json: No such file"),

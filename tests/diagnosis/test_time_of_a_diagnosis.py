@@ -20,7 +20,7 @@ CUT = "the diagnosis was cut after 1e-06 s, so a better hint may be missing; the
 @pytest.mark.parametrize(("seconds", "cut"), [(1e-6, True), (None, False), (600.0, False)])
 def test_a_diagnosis_that_is_cut_says_so_and_still_names_the_check(seconds: float | None, cut: bool) -> None:
     plan = plan_run(backends=[OffByOne], device="cpu", cases=[CASE], executions=["eager"])
-    with closing(Runner(Options(in_process=True, diagnose_s=seconds))) as runner:
+    with closing(Runner(Options(in_process=True, diagnose_seconds=seconds))) as runner:
         (result,) = runner.run(plan, plan.items)
     (finding,) = result.findings
     assert finding.check == "matches-oracle"

@@ -11,9 +11,10 @@ from transcript import ROOT, fences_of
 
 from attn_testkit.cli import all_commands
 from attn_testkit.plugin import options as plugin_options
+from attn_testkit.running.planning import request
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-_OURS = re.compile(r"(?:attn-testkit|-m attn_testkit) +([a-z]+)(?![\w.])")
+_OURS = re.compile(r"(?:attn-testkit|-m attn_testkit) +((?:results )?[a-z]+)(?![\w.])")
 ELSEWHERE = {
     "--no-deps", "--no-build-isolation", "--index-url", "--system-site-packages",  # pip, venv
     "--pyargs", "--deselect", "--ff", "--lf", "--junitxml", "--maxfail",  # pytest
@@ -37,7 +38,8 @@ def options_of() -> dict[str, set[str]]:
 
 
 def of_pytest() -> set[str]:
-    return set(_OPTION.findall(Path(str(plugin_options.__file__)).read_text()))
+    of_a_run = {f"--attn-{option.flag}" for option in request.options_of("pytest").values()}
+    return of_a_run | set(_OPTION.findall(Path(str(plugin_options.__file__)).read_text()))
 
 
 def of_scripts() -> set[str]:
@@ -89,6 +91,9 @@ def test_every_option_that_is_named_exists_somewhere() -> None:
         ("attn-testkit run --bakend x", ["attn-testkit run --bakend"]),
         ("python -m attn_testkit repro --jobs 3 CASE", ["attn-testkit repro --jobs"]),
         ("attn-testkit rum --backend x", ["attn-testkit rum: no such command"]),
+        ("attn-testkit results report x.json --markdown", []),
+        ("attn-testkit results merge x.json --markdown", ["attn-testkit results merge --markdown"]),
+        ("attn-testkit results mrge x.json", ["attn-testkit results mrge: no such command"]),
         ("attn-testkit list | grep --count x", []),
         ("attn-testkit record --to x -- serve --port 1", []),
         ("python -m attn_testkit_corpus.calibrate --measure", []),

@@ -109,7 +109,7 @@ def test_run_takes_a_file_and_refuses_any_other_word(call):
 
 def test_report_without_an_option_prints_what_the_run_printed(call):
     _, ran, _ = call("run", "--backend", "fake:ok,wrong", "--json", "a.json")
-    code, out, _ = call("report", "a.json")
+    code, out, _ = call("results", "report", "a.json")
     assert code == 0
     assert out.splitlines()[-1] == ran.splitlines()[-1]
     assert "start here: " in out
@@ -118,7 +118,7 @@ def test_report_without_an_option_prints_what_the_run_printed(call):
 def test_runs_of_different_backends_are_not_compared(call):
     call("run", "--backend", "fake:ok", "--json", "a.json")
     call("run", "--backend", "fake:ok,ok", "--json", "b.json")
-    code, out, err = call("compare", "a.json", "b.json")
+    code, out, err = call("results", "compare", "a.json", "b.json")
     assert (code, out) == (4, "")
     assert "a.json is of fake:ok, and b.json of fake:ok,ok: these are different backends" in err
 

@@ -172,7 +172,7 @@ def test_a_page_with_a_history_says_what_is_new_and_what_is_not(call, tmp_path):
     (tmp_path / "nights").mkdir()
     write(tmp_path / "nights", "a.json", report(PASSED, 10))
     write(tmp_path / "nights", "b.json", report(FAILED, 11))
-    code, out, err = call("report", "out.json", "--html", "out.html", "--markdown", "--history", "nights")
+    code, out, err = call("results", "report", "out.json", "--html", "out.html", "--markdown", "--history", "nights")
     assert (code, err) == (0, "")
     page = (tmp_path / "out.html").read_text()
     assert "red since 2026-11-11, 2 nights" in page
@@ -184,7 +184,9 @@ def test_a_page_with_a_history_says_what_is_new_and_what_is_not(call, tmp_path):
 
 def test_the_night_before_can_be_named(call, tmp_path):
     write(tmp_path, "before.json", report(PASSED, 19))
-    code, out, _ = call("report", "out.json", "--html", "out.html", "--markdown", "--previous", "before.json")
+    code, out, _ = call(
+        "results", "report", "out.json", "--html", "out.html", "--markdown", "--previous", "before.json"
+    )
     assert code == 0
     page = (tmp_path / "out.html").read_text()
     assert '<a href="#failures" class="bad-number">1 newly failing</a>' in page
@@ -194,12 +196,12 @@ def test_the_night_before_can_be_named(call, tmp_path):
 
 def test_a_first_night_has_no_history_and_nothing_to_compare_with(call, tmp_path):
     (tmp_path / "nights").mkdir()
-    assert call("report", "out.json", "--html", "out.html", "--history", "nights") == (0, "", "")
+    assert call("results", "report", "out.json", "--html", "out.html", "--history", "nights") == (0, "", "")
     page = (tmp_path / "out.html").read_text()
     assert "Over " not in page
     assert 'id="changes"' not in page
     assert "new tonight" not in page
-    code, out, err = call("compare", "nights", "out.json")
+    code, out, err = call("results", "compare", "nights", "out.json")
     assert (code, out) == (1, ""), "it is red by itself"
     assert err.splitlines() == [
         "nothing to compare with: nights has no finished run of this tier and device before NEW",
@@ -211,14 +213,14 @@ def test_comparing_with_a_folder_is_comparing_with_its_last_night(call, tmp_path
     (tmp_path / "nights").mkdir()
     write(tmp_path / "nights", "a.json", report(FAILED, 10))
     write(tmp_path / "nights", "b.json", report(PASSED, 11))
-    code, out, _ = call("compare", "nights", "out.json")
+    code, out, _ = call("results", "compare", "nights", "out.json")
     assert code == 1
     assert out.splitlines()[-1].startswith("WORSE: 1 newly failing")
 
 
 @pytest.mark.parametrize("option", ["--history", "--previous"])
 def test_what_is_not_there_is_one_line(call, option):
-    code, out, err = call("report", "out.json", "--markdown", option, "nothing")
+    code, out, err = call("results", "report", "out.json", "--markdown", option, "nothing")
     assert (code, out) == (4, "")
     assert err.startswith("attn-testkit: ")
     assert "nothing" in err

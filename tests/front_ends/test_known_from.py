@@ -1,4 +1,4 @@
-"""``known --from`` writes entries that cover every failure of a results file, and nothing that passed."""
+"""``results known`` writes entries that cover every failure of a results file, and nothing that passed."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_the_causes_stand_above_their_entry_in_one_line_each():
 def test_crashes_are_quarantined_with_their_part_of_the_results_as_the_record(call, tmp_path):
     words = ("run", "--backend", "fake:ok,wrong,segfault,ok,late")
     call(*words, "--json", "red.json")
-    made = ("known", "--from", "red.json", "--quarantine", "crash.json", "--issue", ISSUE, "--until", soon())
+    made = ("results", "known", "red.json", "--quarantine", "crash.json", "--issue", ISSUE, "--until", soon())
     code, out, err = call(*made)
     assert (code, out.count('record = "crash.json"'), out.count("tolerated")) == (0, 2 * out.count("tolerated"), 2)
     assert "wrote crash.json: 8 case-runs that crashed or timed out; keep it by the entries" in err
     (tmp_path / "known.toml").write_text(out)
-    assert call("report", "crash.json", "--html", "page.html")[0] == 0, "a results file as any other"
+    assert call("results", "report", "crash.json", "--html", "page.html")[0] == 0, "a results file as any other"
     code, out, _ = call(*words, "--known-failures", "known.toml")
     assert code == 0
     assert "8 quarantined" in out
@@ -115,7 +115,7 @@ def test_crashes_are_quarantined_with_their_part_of_the_results_as_the_record(ca
 
 def test_without_a_crash_there_is_nothing_to_quarantine(call, tmp_path):
     call("run", "--backend", "fake:wrong,ok", "--json", "red.json", "--mode", "decode")
-    made = ("known", "--from", "red.json", "--quarantine", "crash.json", "--issue", ISSUE, "--until", soon())
+    made = ("results", "known", "red.json", "--quarantine", "crash.json", "--issue", ISSUE, "--until", soon())
     code, out, err = call(*made)
     assert (code, out, err.count("\n")) == (4, "", 1)
     assert "nothing crashed or timed out, so there is nothing to quarantine; leave out --quarantine" in err
@@ -192,7 +192,7 @@ def soon() -> str:
 def test_a_red_run_is_green_with_the_file_that_was_made_of_it(call, tmp_path):
     red = ("run", "--backend", "fake:ok,wrong,segfault,inf", "--json", "red.json")
     assert call(*red)[0] == 1
-    code, out, err = call("known", "--from", "red.json", "--issue", ISSUE, "--until", soon())
+    code, out, err = call("results", "known", "red.json", "--issue", ISSUE, "--until", soon())
     assert code == 0
     assert err.splitlines()[-1] == f"entries: {out.count('[[known]]')}"
     (tmp_path / "known.toml").write_text(out)
@@ -205,24 +205,18 @@ def test_a_red_run_is_green_with_the_file_that_was_made_of_it(call, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--from", "red.json"), "--from needs --issue URL"),
-        (("--from", "red.json", "--issue", ISSUE, "--until", "soon"), "--until is 'soon'; expected a date"),
-        (("--from", "red.json", "--issue", ISSUE, "--until", "2001-01-01"), "which has passed"),
-        (("--from", "red.json", "--issue", "here", "--until", "{soon}"), "issue = 'here' is not an address"),
-        (("--from", "green.json", "--issue", ISSUE, "--until", "{soon}"), "nothing failed that an entry could excuse"),
-        (
-            ("--from", "red.json", "green.json", "--issue", ISSUE, "--until", "{soon}"),
-            "red.json is not a shard of a run",
-        ),
-        (("--from", "red.json", "--backend", "fake:ok"), "leave out --backend"),
-        (("--issue", ISSUE, "known.toml"), "belong to --from"),
-        ((), "name a file of known failures, or --from"),
+        (("red.json",), "Missing option '--issue'"),
+        (("red.json", "--issue", ISSUE, "--until", "soon"), "--until is 'soon'; expected a date"),
+        (("red.json", "--issue", ISSUE, "--until", "2001-01-01"), "which has passed"),
+        (("red.json", "--issue", "here", "--until", "{soon}"), "issue = 'here' is not an address"),
+        (("green.json", "--issue", ISSUE, "--until", "{soon}"), "nothing failed that an entry could excuse"),
+        (("red.json", "green.json", "--issue", ISSUE, "--until", "{soon}"), "red.json is not a shard of a run"),
     ],
 )
 def test_a_wrong_use_is_one_line(call, given, message):
     for name, word in (("red", "wrong"), ("green", "ok")):
         call("run", "--backend", f"fake:{word}", "--json", f"{name}.json", "--mode", "decode")
-    code, out, err = call("known", *(each.format(soon=soon()) for each in given))
+    code, out, err = call("results", "known", *(each.format(soon=soon()) for each in given))
     assert (code, out) == (4, "")
     assert message in err
     assert err.count("\n") == 1
@@ -234,20 +228,18 @@ def test_entries_for_the_shards_of_a_run_are_those_for_the_whole_run(call):
     for number in (1, 2, 3):
         call("run", "--backend", words, "--shard", f"{number}/3", "--json", f"shard-{number}.json")
     rest = ("--issue", ISSUE, "--until", soon())
-    _, whole, _ = call("known", "--from", "whole.json", *rest)
+    _, whole, _ = call("results", "known", "whole.json", *rest)
     shards = [f"shard-{number}.json" for number in (1, 2, 3)]
-    code, expanded, err = call("known", *rest, "--from", *shards)
+    code, merged, err = call("results", "known", *shards, *rest)
     assert code == 0
     assert "only shard" not in err
-    assert sorted(expanded.split("\n\n")) == sorted(whole.split("\n\n"))
-    repeated = call("known", *rest, *(word for shard in shards for word in ("--from", shard)))[1]
-    assert repeated == expanded
+    assert sorted(merged.split("\n\n")) == sorted(whole.split("\n\n"))
 
 
 def test_entries_for_one_shard_come_with_a_warning(call):
     for number in (1, 2):
         call("run", "--backend", "fake:wrong,wrong,wrong,wrong", "--shard", f"{number}/2", "--json", f"{number}.json")
-    code, _, err = call("known", "--issue", ISSUE, "--until", soon(), "--from", "1.json")
+    code, _, err = call("results", "known", "1.json", "--issue", ISSUE, "--until", soon())
     assert code == 0
     assert "only shard 1/2 was read: an entry may cover what passed in another; give all shards" in err
 

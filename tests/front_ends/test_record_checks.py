@@ -132,9 +132,9 @@ def test_an_earlier_version_is_believed_in_what_its_rules_may_have_been(record):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("report", "changed.json", "--markdown"),
-        ("compare", "out.json", "changed.json"),
-        ("compare", "changed.json", "out.json"),
+        ("results", "report", "changed.json", "--markdown"),
+        ("results", "compare", "out.json", "changed.json"),
+        ("results", "compare", "changed.json", "out.json"),
         ("run", "--backend", "fake:ok,wrong", "--rest-of", "changed.json"),
     ],
 )
@@ -154,7 +154,7 @@ def test_comparing_without_a_base_is_as_red_as_the_new_run(call):
     Path("nights").mkdir()
     for backend, code in (("fake:ok", 0), ("fake:wrong", 1), ("fake:bug", 3), ("fake:", 5)):
         run(call, "new.json", backend)
-        found = call("compare", "nights", "new.json")
+        found = call("results", "compare", "nights", "new.json")
         assert found[0] == code
         assert found[2].splitlines()[-1] == call("run", "--backend", backend)[1].splitlines()[-1]
 
@@ -169,7 +169,7 @@ def changed(source: str, target: str, **values: object) -> None:
 def test_a_new_run_that_did_not_finish_is_worse(call):
     run(call, "old.json")
     changed("old.json", "new.json", finished=False, exit_code=None)
-    code, out, _ = call("compare", "old.json", "new.json")
+    code, out, _ = call("results", "compare", "old.json", "new.json")
     assert code == 1
     assert "problem: the new run did not finish" in out.splitlines()
 
@@ -177,11 +177,11 @@ def test_a_new_run_that_did_not_finish_is_worse(call):
 def test_a_problem_that_only_the_new_run_has_is_worse(call):
     run(call, "old.json")
     changed("old.json", "new.json", problems=["known failure 1 expired"], exit_code=1)
-    code, out, _ = call("compare", "old.json", "new.json")
+    code, out, _ = call("results", "compare", "old.json", "new.json")
     assert code == 1
     assert "problem: known failure 1 expired" in out.splitlines()
     changed("old.json", "older.json", problems=["known failure 1 expired"], exit_code=1, started="2026-01-01T00:00:00")
-    assert call("compare", "older.json", "new.json")[0] == 0
+    assert call("results", "compare", "older.json", "new.json")[0] == 0
 
 
 def test_a_case_run_that_passed_and_is_excused_now_is_listed(call):
@@ -192,10 +192,10 @@ def test_a_case_run_that_passed_and_is_excused_now_is_listed(call):
     ]
     data["counts"] = {"passed": 6, "known failure": 2}
     Path("new.json").write_text(json.dumps(signed(data)))
-    code, out, _ = call("compare", "old.json", "new.json")
+    code, out, _ = call("results", "compare", "old.json", "new.json")
     assert code == 0
     assert "newly excused as known failures: 2" in out
-    assert "newly excused" not in call("compare", "new.json", "old.json")[1]
+    assert "newly excused" not in call("results", "compare", "new.json", "old.json")[1]
 
 
 def test_a_night_of_a_part_is_no_base_for_a_whole_one(call):
@@ -205,13 +205,13 @@ def test_a_night_of_a_part_is_no_base_for_a_whole_one(call):
     changed("whole.json", "nights/a.json", started="2026-01-01T00:00:00+00:00")
     run(call, "part.json", "fake:ok", "--mode", "decode")
     changed("part.json", "nights/b.json", started="2026-01-02T00:00:00+00:00")
-    code, out, _ = call("compare", "nights", "part.json")
+    code, out, _ = call("results", "compare", "nights", "part.json")
     assert (code, out.splitlines()[-1]) == (0, "not worse: 0 newly failing, 0 vanished, 0 margins that shrank, "
         "0 still failing, 0 newly passing, 0 new case-runs")  # fmt: skip
-    code, out, _ = call("compare", "nights", "whole.json")
+    code, out, _ = call("results", "compare", "nights", "whole.json")
     assert (code, out.splitlines()[-1].rpartition(", ")[2]) == (0, "0 new case-runs"), "compared with a.json"
     Path("nights/a.json").unlink()
-    assert "nothing to compare with" in call("compare", "nights", "whole.json")[2]
+    assert "nothing to compare with" in call("results", "compare", "nights", "whole.json")[2]
 
 
 def test_the_digest_is_made_again_with_every_result(call):

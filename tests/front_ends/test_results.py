@@ -196,6 +196,8 @@ def test_a_case_run_that_vanished_is_not_green(missing):
         ({"jobs": 1.5}, "jobs is 1.5; expected"),
         ({"timeout_s": float("nan")}, "timeout is nan; expected seconds above 0, and at most 86400"),
         ({"timeout_s": 0}, "timeout is 0; expected"),
+        ({"timeout_s": None}, "timeout is None; expected"),
+        ({"diagnose_seconds": 0}, "diagnose-seconds is 0; expected"),
         ({"timeout_s": 86_401}, "timeout is 86401; expected"),
         ({"seed": -1}, "seed is -1; expected a whole number from 0 up"),
         ({"seed": 0.5}, "seed is 0.5; expected"),

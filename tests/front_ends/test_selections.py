@@ -147,7 +147,7 @@ def test_the_command_line_says_what_selected(call, argv, by):
     jsonschema.validate(json.loads(Path("out.json").read_text()), schema())
     report = read_report("out.json")
     assert (report.header.selection.of, report.header.selection.by) == (8, tuple(by.split(", ")))
-    assert call("report", "out.json", "--markdown")[0] == 0
+    assert call("results", "report", "out.json", "--markdown")[0] == 0
 
 
 def test_a_selection_that_leaves_nothing_out_is_the_whole_tier(call):

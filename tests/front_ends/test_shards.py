@@ -116,7 +116,7 @@ def test_a_shard_says_so_and_no_shard_is_conformant(call):
     last = out.splitlines()[-1]
     assert last.startswith("SHARD 2/3: ")
     assert "of 40 planned case-runs ran, all passed" in last
-    assert last.endswith("; `attn-testkit merge` of all 3 shards has the verdict")
+    assert last.endswith("; `attn-testkit results merge` of all 3 shards has the verdict")
 
 
 def test_shards_of_one_run_merge_into_what_the_run_itself_says(call, tmp_path):
@@ -124,7 +124,7 @@ def test_shards_of_one_run_merge_into_what_the_run_itself_says(call, tmp_path):
     whole_code, whole, _ = call("run", "--backend", words, "--json", "whole.json")
     for number in (1, 2, 3):
         call("run", "--backend", words, "--shard", f"{number}/3", "--json", f"{number}.json")
-    code, out, err = call("merge", "1.json", "3.json", "2.json", "--json", "all.json")
+    code, out, err = call("results", "merge", "1.json", "3.json", "2.json", "--json", "all.json")
     assert code == whole_code == 1, err
     assert out.splitlines()[-1] == whole.splitlines()[-1] == "NOT CONFORMANT: 4 failed of 20 planned case-runs"
     merged, ran = read_report("all.json"), read_report("whole.json")
@@ -137,7 +137,7 @@ def test_shards_of_one_run_merge_into_what_the_run_itself_says(call, tmp_path):
 def test_all_shards_together_can_be_conformant(call):
     for number in (1, 2):
         call("run", "--backend", WORDS, "--shard", f"{number}/2", "--json", f"{number}.json")
-    code, out, _ = call("merge", "1.json", "2.json")
+    code, out, _ = call("results", "merge", "1.json", "2.json")
     assert code == 0
     assert out.splitlines()[-1].startswith("CONFORMANT (smoke): 40 of 40 planned case-runs passed")
 
@@ -148,7 +148,7 @@ def test_a_shard_to_which_no_case_run_falls_passes_and_merges(call):
         for n in range(1, 6)
     ]
     assert codes == [0] * 5
-    code, out, _ = call("merge", *(f"{n}.json" for n in range(1, 6)))
+    code, out, _ = call("results", "merge", *(f"{n}.json" for n in range(1, 6)))
     assert code == 0
     assert out.splitlines()[-1].startswith("PARTIAL: 2 of 4 planned case-runs ran, all passed"), "--mode selected"
 
@@ -162,7 +162,7 @@ def test_known_failures_of_other_shards_match_and_a_shard_of_known_failures_is_n
         codes.append(code)
         assert "matches no case" not in out
     assert codes == [0] * 8
-    code, out, _ = call("merge", *(f"{n}.json" for n in range(1, 9)))
+    code, out, _ = call("results", "merge", *(f"{n}.json" for n in range(1, 9)))
     assert (code, out.splitlines()[-1].split(":")[0]) == (0, "CONFORMANT (smoke)")
 
 
@@ -171,17 +171,17 @@ def test_a_run_in_which_nothing_passes_is_red_when_it_is_merged(call, tmp_path):
     for number in (1, 2):
         argv = ("run", "--backend", "fake:wrong", "--known-failures", "known.toml", "--shard", f"{number}/2")
         assert call(*argv, "--json", f"{number}.json")[0] == 0
-    assert call("merge", "1.json", "2.json")[0] == 1
+    assert call("results", "merge", "1.json", "2.json")[0] == 1
 
 
 def test_a_missing_shard_is_refused_and_named_and_with_missing_the_verdict_is_incomplete(call):
     for number in (1, 3):
         call("run", "--backend", WORDS, "--shard", f"{number}/3", "--json", f"{number}.json")
-    code, out, err = call("merge", "1.json", "3.json", "--json", "all.json")
+    code, out, err = call("results", "merge", "1.json", "3.json", "--json", "all.json")
     assert (code, out) == (4, "")
     assert err == ("attn-testkit: shard 2/3 is missing: there are 1, 3 of 3; --missing merges what there is\n")
-    assert "shards 2/3, 3/3 are missing: there are 1 of 3" in call("merge", "1.json")[2]
-    code, out, _ = call("merge", "1.json", "3.json", "--missing", "--json", "all.json")
+    assert "shards 2/3, 3/3 are missing: there are 1 of 3" in call("results", "merge", "1.json")[2]
+    code, out, _ = call("results", "merge", "1.json", "3.json", "--missing", "--json", "all.json")
     assert code == 1
     assert out.splitlines()[-1].startswith("INCOMPLETE: ")
     assert not read_report("all.json").finished
@@ -270,23 +270,23 @@ def test_report_and_compare_take_the_shards_of_a_run(call):
         words = ("-b", "fake:ok,wrong,ok", "--mode", "decode", *selected)
         for number in (1, 2):
             call("run", *words, "--shard", f"{number}/2", "--json", f"{name}-{number}.json")
-        call("merge", f"{name}-1.json", f"{name}-2.json", "--json", f"{name}.json")
-    code, out, _ = call("report", "new-1.json", "new-2.json", "--markdown", "--html", "out.html")
+        call("results", "merge", f"{name}-1.json", f"{name}-2.json", "--json", f"{name}.json")
+    code, out, _ = call("results", "report", "new-1.json", "new-2.json", "--markdown", "--html", "out.html")
     assert code == 0
-    assert out == call("report", "new.json", "--markdown")[1]
+    assert out == call("results", "report", "new.json", "--markdown")[1]
     assert "NOT CONFORMANT" in out
-    assert "SHARD 1/2" in call("report", "old-1.json", "--markdown")[1], "one shard has a page too"
-    code, out, err = call("compare", "old.json", "new-1.json", "new-2.json")
+    assert "SHARD 1/2" in call("results", "report", "old-1.json", "--markdown")[1], "one shard has a page too"
+    code, out, err = call("results", "compare", "old.json", "new-1.json", "new-2.json")
     assert code == 1, err
-    assert out == call("compare", "old.json", "new.json")[1]
+    assert out == call("results", "compare", "old.json", "new.json")[1]
 
 
 def test_a_page_is_of_one_run_and_a_summary_of_each(call):
     for tier in ("smoke", "full"):
         call("run", "-b", "fake:ok", "--tier", tier, "--json", f"{tier}.json")
-    code, _, err = call("report", "smoke.json", "full.json", "--html", "out.html")
+    code, _, err = call("results", "report", "smoke.json", "full.json", "--html", "out.html")
     assert (code, err) == (4, "attn-testkit: the files are of 2 runs, and a page is of one: give those of one run\n")
-    _, out, _ = call("report", "smoke.json", "full.json", "--markdown")
+    _, out, _ = call("results", "report", "smoke.json", "full.json", "--markdown")
     assert out.count("CONFORMANT") == 2
 
 

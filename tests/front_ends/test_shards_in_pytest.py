@@ -32,7 +32,7 @@ def test_shards_of_the_suite_merge_into_one_verdict(empty, workers, capsys):
     assert sum(ran) == 20
     assert all(ran)
     capsys.readouterr()
-    assert main(["merge", "1.json", "2.json"]) == 0
+    assert main(["results", "merge", "1.json", "2.json"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("CONFORMANT (smoke): 20 of 20 planned case-runs passed")
 
 
@@ -52,7 +52,7 @@ def test_a_shard_that_is_narrowed_further_is_partial_and_does_not_merge(empty, c
     session(empty, BACKEND, "--attn-shard=1/2", "--attn-report=1.json", "-k", "eager")
     session(empty, BACKEND, "--attn-shard=2/2", "--attn-report=2.json")
     capsys.readouterr()
-    assert main(["merge", "2.json", "1.json"]) == 4
+    assert main(["results", "merge", "2.json", "1.json"]) == 4
     assert "1.json is not a shard of a run" in capsys.readouterr().err
 
 

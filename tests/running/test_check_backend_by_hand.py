@@ -11,7 +11,7 @@ import pytest
 
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.running.planning.candidate import Candidate
-from attn_testkit.running.planning.request import DIAGNOSE_SECONDS, Options, Request
+from attn_testkit.running.planning.request import Options, Request
 
 check_backend = importlib.import_module("attn_testkit.running.check_backend")
 
@@ -29,8 +29,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         taken.append((options, device))
         return Of(run=run, close=lambda: taken.append("closed"))
 
-    def prepare(judge: Any, request: Request, known: Any) -> Any:
-        taken.append((request, known))
+    def prepare(judge: Any, request: Request) -> Any:
+        taken.append(request)
         plan = Of(header="a header", name="a plan")
         ledger = Of(judge=lambda result: result)
         return Of(preset=[row("", Status.UNSUPPORTED)], plan=plan, items=["x", "y"], ledger=ledger, problems=list)
@@ -47,8 +47,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_rows_that_are_known_come_first_and_the_judge_is_ended(asked: list[Any]) -> None:
     assert list(check_backend.check_backend("m:A")) == [row("", Status.UNSUPPORTED), row("x"), row("y")]
     assert asked == [
-        (Options(diagnose_s=DIAGNOSE_SECONDS), "auto"),
-        (Request(backends=(Candidate("m:A"),), command="check_backend", counts_tier=True), None),
+        (Options(diagnose_seconds=20.0), "auto"),
+        Request(backends=(Candidate("m:A"),), command="check_backend", counts_tier=True),
         ("a plan", ["x", "y"]),
         "closed",
     ]
@@ -57,23 +57,21 @@ def test_rows_that_are_known_come_first_and_the_judge_is_ended(asked: list[Any])
 def test_everything_that_is_asked_for_is_handed_on(asked: list[Any]) -> None:
     check_backend.check_backend(
         "m:A", tier="core", device="cpu", modes=["decode"], executions=["eager"], seed=3, cases=["*"], jobs=2,
-        timeout_s=7.0, in_process=True, known_failures="known.toml",
+        timeout_s=7.0, in_process=True, known_failures="known.toml", diagnose="all", diagnose_seconds=3.0,
     )  # fmt: skip
     assert asked[:2] == [
-        (Options(jobs=2, timeout_s=7.0, in_process=True, diagnose_s=DIAGNOSE_SECONDS), "cpu"),
-        (
-            Request(
-                (Candidate("m:A"),),
-                ("decode",),
-                ("eager",),
-                "core",
-                "cpu",
-                3,
-                ("*",),
-                "check_backend",
-                counts_tier=True,
-            ),
-            "known.toml",
+        (Options(jobs=2, timeout_s=7.0, in_process=True, diagnose="all", diagnose_seconds=3.0), "cpu"),
+        Request(
+            (Candidate("m:A"),),
+            ("decode",),
+            ("eager",),
+            "core",
+            "cpu",
+            3,
+            ("*",),
+            "check_backend",
+            counts_tier=True,
+            known_failures="known.toml",
         ),
     ]
 

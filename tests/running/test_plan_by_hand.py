@@ -223,9 +223,9 @@ def test_every_wildcard_is_one(wildcard: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tier": "smok"}, "unknown tier 'smok'; did you mean 'smoke'? (known: smoke, core, full)"),
-        ({"modes": ("decod",)}, "unknown mode 'decod'; did you mean 'decode'? (known: decode, "),
-        ({"executions": ("graphs",)}, "unknown execution 'graphs'; did you mean 'graph'? (known: eager, graph)"),
+        ({"tier": "smok"}, "unknown tier 'smok'; did you mean 'smoke'?"),
+        ({"modes": ("decod",)}, "unknown mode 'decod'; did you mean 'decode'?"),
+        ({"executions": ("graphs",)}, "unknown execution 'graphs'; did you mean 'graph'?"),
         ({"cases": ("decode-x*", "y*")}, "no case matches decode-x*, y*; correct it or remove it"),
         ({"cases": ("decode-x",)}, "decode-x"),
     ],
@@ -297,7 +297,7 @@ until = {until}
 def prepared(tmp_path, cases: str, *more: Plan | UsageError):
     (tmp_path / "known.toml").write_text(ENTRY.format(cases=cases, until=datetime.datetime.now(datetime.UTC).date()))
     judge = Judge(PLAN, *more)
-    return prepare(judge, Request(("a:B",)), tmp_path / "known.toml"), judge  # type: ignore[arg-type]
+    return prepare(judge, Request(("a:B",), known_failures=tmp_path / "known.toml")), judge  # type: ignore[arg-type]
 
 
 def test_a_quarantined_case_is_accounted_for_and_not_launched(tmp_path) -> None:

@@ -121,7 +121,7 @@ class Lane:
     def _run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
         item, slot = work.item, self._slot
         asked = CaseRun(
-            item, parse_case(item.case), Execution(item.execution), self._diagnosed, self._options.diagnose_s
+            item, parse_case(item.case), Execution(item.execution), self._diagnosed, self._options.diagnose_seconds
         )
         candidate = next(each for each in plan.candidates if each.spec == item.backend)
         slot.turn_to(asked.case)

@@ -76,7 +76,7 @@ def entries_from(
             covered = [row for row in group.rows if row.case in ids and execution in ("", row.execution)]
             entries.append("\n".join([*_comment(covered), "[[known]]", *map(_field, fields.items()), ""]))
     text = "\n".join(entries)
-    parse_known("--from", text.replace(f"record = {json.dumps(record)}\n", ""), today)  # it may not exist yet
+    parse_known("the entries", text.replace(f"record = {json.dumps(record)}\n", ""), today)  # it may not exist yet
     return Entries(text, len(entries), tuple(remarks))
 
 

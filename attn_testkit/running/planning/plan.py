@@ -8,7 +8,6 @@ import fnmatch
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 from ...cases.case import Case, parse_case
@@ -17,11 +16,11 @@ from ...cases.head_layouts import latent
 from ...cases.renamed_words import renamed
 from ...catalogue.large_cases import too_large_for_a_cpu
 from ...catalogue.not_covered import describe_not_covered
-from ...catalogue.tiers import TIERS, generate
+from ...catalogue.tiers import generate
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
 from ...families.table import meaningful, meaningless
-from ...registry import UsageError, did_you_mean, origin_of
+from ...registry import UsageError, origin_of
 from ...results.case_result import CaseResult, Status
 from ...results.checks import CHECKS
 from ...results.finding import Finding
@@ -59,9 +58,10 @@ def plan_run(
     """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of``, ``notes_of`` and
     ``source_of`` are asked after ``capabilities_of``.
     """
-    _refuse_unknown(request)
-    modes = [ForwardMode(m) for m in _choose(request.modes, ForwardMode, "mode")]
-    executions = [Execution(e) for e in _choose(request.executions, Execution, "execution")]
+    if not request.backends:
+        raise UsageError("no backend was named; give --backend a short name or module:Class")
+    modes = [*map(ForwardMode, dict.fromkeys(request.modes))] or [*ForwardMode]
+    executions = [*map(Execution, dict.fromkeys(request.executions))] or [*Execution]
     exact = _exact_cases(request.cases)
     environment = resolve(request.device)
     items: list[tuple[Item, Case]] = []
@@ -111,16 +111,6 @@ def plan_run(
         candidates=request.candidates,
         device=request.device,
     )
-
-
-def _refuse_unknown(request: Request) -> None:
-    """Raise ``UsageError`` for a request without backends, and for a tier that does not exist."""
-    if not request.backends:
-        raise UsageError("no backend was named; give --backend a short name or module:Class")
-    if request.tier not in TIERS:
-        raise UsageError(
-            f"unknown tier {request.tier!r}{did_you_mean(request.tier, TIERS)} (known: {', '.join(TIERS)})"
-        )
 
 
 def _refuse_unmatched(request: Request, matched: Set[str], plans_nothing: bool) -> None:
@@ -227,14 +217,6 @@ def _broken_here(declared: Capabilities, mode: ForwardMode, broken: Mapping[str,
     of_mode = declared.mode_requires.get(mode)
     needed = (NOT_HERE, *declared.requires.packages, *(of_mode.packages if of_mode else ()))
     return next((broken[text] for text in needed if text in broken), "")
-
-
-def _choose(words: Sequence[str], enum: type[Enum], what: str) -> list[str]:
-    known = [str(member.value) for member in enum]
-    for word in words:
-        if word not in known:
-            raise UsageError(f"unknown {what} {word!r}{did_you_mean(word, known)} (known: {', '.join(known)})")
-    return list(dict.fromkeys(words)) or known
 
 
 def _is_glob(pattern: str) -> bool:

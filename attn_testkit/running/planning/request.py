@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass, field, replace
+import inspect
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-from ...registry import UsageError, did_you_mean, unknown
+from ...registry import UsageError
 from ...reports.verdict import conclude
 from ...results.case_result import CaseResult, Status
 from ...results.finding import Finding
@@ -18,6 +18,9 @@ from ...results.names import MODES as MODES
 from ...results.run_header import RunHeader, Selection
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
+from .run_option import DEVICE, FILE, GLOB, SPEC, SWITCH, FrontEnd, RunOption, offered, one_of, seconds, whole
+
+F = TypeVar("F", bound=Callable[..., object])
 
 TIERS = ("smoke", "core", "full")
 ORDERS = ("listed", "plainest", "most valuable")
@@ -30,39 +33,29 @@ Diagnose = Literal["first", "all", "none"]
 """Failures whose cause is looked for: the first of each symptom, all, or none."""
 DIAGNOSE: tuple[Diagnose, ...] = ("first", "all", "none")
 
-DIAGNOSE_SECONDS = 20.0
-"""Time of the diagnosis of one case-run: without a limit it can take several times as long as the case-run itself."""
-
-MOST_SECONDS = 86_400.0
-"""A case-run that is not over after a day is not waited for, and no run has a longer budget."""
-
-
-def checked_device(name: str) -> str:
-    """The name, if a device can be called so. Raises ``UsageError``."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        near = "; did you mean 'cuda'?" if name.startswith("gpu") else did_you_mean(name, ("auto", "cuda", "cpu"))
-        raise UsageError(f"unknown device {name!r}{near} (auto, cuda, cuda:0, or cpu, which emulates CUDA)")
-    return name
-
-
-def checked_seconds(value: float, what: str = "timeout") -> float:
-    """The value, if a case-run may take so long, or a run. Raises ``UsageError``."""
-    if not 0 < value <= MOST_SECONDS:
-        raise UsageError(f"{what} is {value:g}; expected seconds above 0, and at most {MOST_SECONDS:g}")
-    return value
+_XDIST = "pytest-xdist starts processes: -n 4"
+_NOT_HERE = "pytest's process must stay free of the candidate; `attn-testkit repro --in-process` is for debuggers"
 
 
 @dataclass(frozen=True)
 class Request:
     """The user's selection. Raises ``UsageError`` for an impossible device, seed or order."""
 
-    backends: tuple[str | Candidate, ...]
-    modes: tuple[str, ...] = ()
-    executions: tuple[str, ...] = ()
-    tier: str = "smoke"
-    device: str = "auto"
-    seed: int = 0
-    cases: tuple[str, ...] = ()
+    backends: tuple[str | Candidate, ...] = field(
+        metadata=offered(SPEC, "Registered name or module:Class.", flag="backend", short="b", ini=True)
+    )
+    modes: tuple[str, ...] = field(
+        default=(),
+        metadata=offered(one_of("mode", MODES, "MODE"), "Only this mode, such as extend.", flag="mode"),
+    )
+    executions: tuple[str, ...] = field(
+        default=(),
+        metadata=offered(one_of("execution", EXECUTIONS), "Only eager or only graph.", flag="execution"),
+    )
+    tier: str = field(default="smoke", metadata=offered(one_of("tier", TIERS), "Number of cases.", ini=True))
+    device: str = field(default="auto", metadata=offered(DEVICE, "cpu emulates CUDA."))
+    seed: int = field(default=0, metadata=offered(whole("seed"), "Random seed."))
+    cases: tuple[str, ...] = field(default=(), metadata=offered(GLOB, "Only case ids like 'decode-*'.", flag="case"))
     """Globs on case ids of the tier, or exact ids of any case."""
     command: str = ""
     """Front end or command that made the request, for the results file."""
@@ -72,18 +65,29 @@ class Request:
     ``planning/most_valuable.py``, for a run that may have no time for all."""
     failed_before: tuple[tuple[str, str], ...] = ()
     """(backend, case id) of what failed the last time: first among the most valuable."""
-    keep_unloadable: bool = False
-    """True makes a backend that cannot be imported a failing row instead of a ``UsageError``, and the others run."""
+    keep_unloadable: bool = field(
+        default=False,
+        metadata=offered(
+            SWITCH,
+            "Report a backend that cannot be imported as failed, and test the others.",
+            lacking={
+                "run": "a wrong name is corrected at once",
+                "check_backend": "it checks one backend, and raises",
+                "conformance_cases": "pytest reports the test that cannot be collected, and runs the others",
+            },
+        ),
+    )
     counts_tier: bool = False
     """The plan of a selection also counts what the tier plans without it, for a verdict that says how much was left
     out. That takes the time of planning all of it."""
     cases_from: str = ""
     """The file that ``cases`` were read from, for the words of the verdict."""
+    known_failures: str | Path | None = field(
+        default=None, metadata=offered(FILE, "TOML file of failures to tolerate.", ini=True)
+    )
 
     def __post_init__(self) -> None:
-        checked_device(self.device)
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise UsageError(f"seed is {self.seed!r}; expected a whole number from 0 up")
+        _check(self)
         if self.order not in ORDERS:
             raise UsageError(f"unknown order {self.order!r} (known: {', '.join(ORDERS)})")
 
@@ -119,39 +123,155 @@ MOST_NAMED = 3
 class Options:
     """Settings of a run. Raises ``UsageError`` for impossible numbers."""
 
-    jobs: int = 1
-    """Processes that run backends at the same time."""
-    timeout_s: float = 300.0
-    """Seconds that one case-run may take; after a failure each run of the diagnosis may take as long."""
+    jobs: int = field(
+        default=1,
+        metadata=offered(
+            whole("jobs", 1),
+            "Processes at the same time.",
+            short="j",
+            lacking={"pytest": _XDIST, "conformance_cases": _XDIST},
+        ),
+    )
+    timeout_s: float = field(default=300.0, metadata=offered(seconds("timeout"), "Time limit of one case-run."))
+    """The limit of each run of the diagnosis after a failure, too."""
     gpus: tuple[str, ...] = ()
     """``CUDA_VISIBLE_DEVICES`` values, assigned to the processes in rotation; empty: all use what is visible."""
-    in_process: bool = False
-    """Run the backend in this process, for debuggers. Such a run is not a gate."""
+    in_process: bool = field(
+        default=False,
+        metadata=offered(
+            SWITCH,
+            "Run in this process, to debug. Not for CI.",
+            lacking={"pytest": _NOT_HERE, "conformance_cases": _NOT_HERE},
+        ),
+    )
+    """The backend could change the code that evaluates it."""
     after: tuple[str, ...] = ()
     """``eager:CASE`` or ``graph:CASE``: case-runs that every process runs first."""
-    budget_s: float | None = None
-    """Seconds after which no further case-run is begun; planning counts. The rest is reported as not run."""
+    budget_s: float | None = field(
+        default=None,
+        metadata=offered(
+            seconds("budget"),
+            "Time after which no case-run begins.",
+            lacking={
+                "check_backend": "the rest of a run is run with --rest-of, which reads a results file",
+                "conformance_cases": "each case-run is a test, and pytest decides which tests run",
+            },
+        ),
+    )
+    """Planning counts. The rest is reported as not run, and the most valuable case-runs come first."""
     spent_s: float = 0.0
     """Seconds of them that were over before this judge began: it takes the place of one that died."""
     asks_afresh: bool = True
     """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
-    diagnose: Diagnose = "first"
-    """Failures whose cause is looked for."""
-    diagnose_s: float | None = None
+    diagnose: Diagnose = field(default="first", metadata=offered(one_of("diagnose", DIAGNOSE), "Failures to explain."))
+    diagnose_seconds: float | None = field(
+        default=None,
+        metadata=offered(seconds("diagnose-seconds"), "Time limit of one diagnosis.", default=20.0),
+    )
     """Seconds after which the diagnosis of a case-run begins no further run; None: no limit, so that findings do not
-    depend on the load of the machine. Front ends for people give one.
-    """
+    depend on the load of the machine. Without a limit a diagnosis can take several times as long as the case-run."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.jobs, int) or self.jobs < 1:
-            raise UsageError(f"jobs is {self.jobs!r}; expected a whole number from 1 up")
-        checked_seconds(self.timeout_s)
-        if self.diagnose not in DIAGNOSE:
-            raise UsageError(unknown("diagnose", self.diagnose, DIAGNOSE))
-        if self.diagnose_s is not None:
-            checked_seconds(self.diagnose_s, "diagnose-seconds")
-        if self.budget_s is not None:
-            checked_seconds(self.budget_s, "budget")
+        _check(self)
+
+
+class CaseArguments(TypedDict, total=False):
+    """Arguments of ``conformance_cases`` and ``attn_check``: the options that they offer, for editors and mypy."""
+
+    modes: Sequence[str]
+    executions: Sequence[str]
+    tier: str
+    device: str
+    seed: int
+    cases: Sequence[str]
+    known_failures: str | Path | None
+    timeout_s: float
+    diagnose: Diagnose
+    diagnose_seconds: float | None
+
+
+class CheckArguments(CaseArguments, total=False):
+    """Arguments of ``check_backend`` and ``assert_conformant``."""
+
+    jobs: int
+    in_process: bool
+
+
+def _options_of(record: type[Request | Options]) -> dict[str, RunOption]:
+    """Name -> option, of the fields that are options."""
+    found = {}
+    for each in fields(record):
+        option: RunOption | None = each.metadata.get("option")
+        if option:
+            found[each.name] = option.of_field(each.name, () if each.default is MISSING else each.default)
+    return found
+
+
+OPTIONS = {**_options_of(Request), **_options_of(Options)}
+"""Name -> option of a run. Command line, pytest plugin and functions offer what is here; ``lacking`` says what not."""
+
+
+def options_of(front_end: FrontEnd) -> dict[str, RunOption]:
+    """Name -> option, of those that a front end offers."""
+    return {name: option for name, option in OPTIONS.items() if front_end not in option.lacking}
+
+
+def asked(
+    front_end: FrontEnd, backends: Sequence[str | Candidate], given: Mapping[str, Any], **more: Any
+) -> tuple[Request, Options]:
+    """The records of what a front end was given, by the names of ``OPTIONS``; what is not given has its default.
+
+    ``more``: further fields of the request. Raises ``UsageError`` for a value that makes no sense, and ``TypeError``
+    for a name that the front end does not offer.
+    """
+    values = {name: option.default for name, option in options_of(front_end).items()} | {**given}
+    for name in given:
+        if name not in options_of(front_end) or name == "backends":
+            raise TypeError(f"{front_end}() got an unexpected keyword argument {name!r}")
+        if OPTIONS[name].repeatable and isinstance(given[name], str):
+            raise UsageError("modes, executions and cases are lists of names: write modes=['decode']")
+    values = {name: tuple(value) if OPTIONS[name].repeatable else value for name, value in values.items()}
+    values["backends"] = tuple(backends)
+    of_request = {name: value for name, value in values.items() if name in _options_of(Request)}
+    of_options = {name: value for name, value in values.items() if name not in of_request}
+    if values.get("budget_s") is not None:
+        more["order"] = "most valuable"
+    return Request(**of_request, **more), Options(**of_options)
+
+
+def with_options(front_end: FrontEnd) -> Callable[[F], F]:
+    """Decorate a function that has ``**arguments``: ``help`` and notebooks show the options that it offers."""
+
+    def decorate(function: F) -> F:
+        found = inspect.signature(function)
+        shown = [option for option in options_of(front_end).values() if option.name != "backends"]
+        kinds = CheckArguments.__annotations__
+        named = [each for each in found.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        named += [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=each.default,
+                annotation=kinds[each.name].__forward_arg__,
+            )
+            for each in shown
+        ]
+        function.__signature__ = found.replace(parameters=named)  # type: ignore[attr-defined]
+        lines = [f"    {each.name}: {each.help_with_unit}" for each in shown]
+        function.__doc__ = "\n".join([f"{inspect.cleandoc(function.__doc__ or '')}\n\nArgs:", *lines, ""])
+        return function
+
+    return decorate
+
+
+def _check(record: Request | Options) -> None:
+    """Raise ``UsageError`` for a number or a word that makes no sense."""
+    for each in fields(record):
+        option: RunOption | None = each.metadata.get("option")
+        value = getattr(record, each.name)
+        if option and not (value is None and each.default is None):
+            for one in value if isinstance(value, tuple) else (value,):
+                option.kind.check(one)
 
 
 @dataclass(frozen=True)
@@ -262,12 +382,12 @@ class Prepared:
         return any(entry.covers(item.backend, item.execution, item.case) for item in items)
 
 
-def prepare(judge: Judge, request: Request, known: str | Path | None = None, plan: Plan | None = None) -> Prepared:
+def prepare(judge: Judge, request: Request, plan: Plan | None = None) -> Prepared:
     """Plan, read the known failures, set aside what they quarantine. Raises ``UsageError``.
 
     ``plan``: made before, for the same request.
     """
-    entries = load_known(known) if known else ()
+    entries = load_known(request.known_failures) if request.known_failures else ()
     if not request.backends:
         raise UsageError("no backend is named; give --backend module:Class, or a name from `attn-testkit list`")
     plan = plan or judge.plan(request)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attn_testkit.cli.options import Seconds, Spelled, device_option
+from attn_testkit.cli.options import run_option
 from attn_testkit.reports.record import refuse_unwritable, write_text
-from attn_testkit.running.planning.request import TIERS
 
 from .audit_mutants import hunt_mutants, mutant_options
 
@@ -34,7 +33,7 @@ Examples:
 Exit code 1: a bug or a mutant survives, a known-good backend fails, an adversarial one
 passes, or a check catches nothing that others do not.""",
 )
-@click.option("--tier", type=Spelled("tier", TIERS), default="core", show_default=True, help="Number of cases.")
+@run_option("tier", default="core")
 @click.option(
     "--fault",
     "faults",
@@ -49,17 +48,10 @@ passes, or a check catches nothing that others do not.""",
     metavar="FOLDER",
     help="Only the field bugs in FOLDER.",
 )
-@device_option
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Random seed.")
-@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes; default: as many as fit.")
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=240.0,
-    show_default=True,
-    metavar="S",
-    help="Time limit of one bug.",
-)
+@run_option("device")
+@run_option("seed")
+@run_option("jobs", default=None, show_default=False, help="Processes; default: as many as fit.")
+@run_option("timeout_s", default=240.0, help="Time limit of one bug.")
 @click.option(
     "--last",
     type=click.Path(),
@@ -79,7 +71,7 @@ def audit(
     device: str,
     seed: int,
     jobs: int | None,
-    timeout: float,
+    timeout_s: float,
     last: str | None,
     json_file: str | None,
     html_file: str | None,
@@ -109,7 +101,7 @@ def audit(
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
     known = caught_before(last) if last else {}
-    settings = Settings(tier, device, seed, faults, classes, field_bugs or "", jobs, timeout, known)
+    settings = Settings(tier, device, seed, faults, classes, field_bugs or "", jobs, timeout_s, known)
     with _Progress(settings) as progress:
         found = run_audit(settings, progress.see)
     click.echo(audit_text(found, verbose=verbose))

@@ -11,13 +11,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from attn_testkit.cli.options import F, Spelled
+from attn_testkit.cli.options import F, Value, run_option
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import write_text
-from attn_testkit.running.planning.request import MODES
+from attn_testkit.running.planning.run_option import MINUTES
 
 _LOG_SECONDS = 15.0
-_Minutes = click.FloatRange(0, min_open=True)
 _OWN = {
     "modules": "--mutate", "modes": "--mode", "sample": "--sample", "most": "--most", "minutes": "--minutes",
     "journal": "--journal", "equivalents": "--equivalent",
@@ -30,10 +29,10 @@ def mutant_options(command: F) -> F:
     options = [
         click.option("--mutants", metavar="BACKEND", help="Mutation-test this backend instead."),
         click.option("--mutate", "modules", multiple=True, metavar="MODULE", help="Mutate this one too; repeatable."),
-        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="Only this mode; repeatable."),
+        run_option("modes"),
         click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N random mutants."),
         click.option("--most", type=click.IntRange(0), metavar="N", help="At most N core case-runs per mutant."),
-        click.option("--minutes", type=_Minutes, metavar="M", help="Start no mutant after M minutes."),
+        click.option("--minutes", type=Value(MINUTES), help="Start no mutant after M minutes."),
         click.option("--journal", type=click.Path(), metavar="FILE", help="Keep verdicts here, and resume."),
         click.option("--equivalent", "equivalents", type=click.Path(), metavar="FILE", help="Mutants to ignore."),
     ]  # fmt: skip
@@ -43,7 +42,7 @@ def mutant_options(command: F) -> F:
 
 
 _OTHERS = {
-    "faults": "--fault", "classes": "--class", "timeout": "--timeout", "last": "--last", "html_file": "--html",
+    "faults": "--fault", "classes": "--class", "timeout_s": "--timeout", "last": "--last", "html_file": "--html",
     "verbose": "--verbose", "show_list": "--list",
 }  # fmt: skip
 """Options that --mutants excludes."""

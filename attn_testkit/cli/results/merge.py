@@ -1,21 +1,21 @@
-"""``merge``: one verdict of all shards of a run."""
+"""``results merge``: one verdict of all shards of a run."""
 
 from __future__ import annotations
 
 import click
 
-from ..reports.record import read_report, write_report
-from ..reports.shards import merge_reports
-from .show import echo_header, print_summary
+from ...reports.record import read_report, write_report
+from ...reports.shards import merge_reports
+from ..show import echo_header, print_summary
 
 
 @click.command(
     short_help="Make one results file and one verdict of all shards.",
     epilog="""\b
 Examples:
-  attn-testkit merge shard-*.json
-  attn-testkit merge shard-*.json --json out.json
-  attn-testkit merge shard-*.json --missing --json out.json
+  attn-testkit results merge shard-*.json
+  attn-testkit results merge shard-*.json --json out.json
+  attn-testkit results merge shard-*.json --missing --json out.json
 \b
 Exit code: that of a run of everything; 4 if the files do not belong together.""",
 )

@@ -1,24 +1,24 @@
-"""``report``: turn a results file into a page or a summary."""
+"""``results report``: print the summary of a results file, or write a page."""
 
 from __future__ import annotations
 
 import click
 
-from ..registry import UsageError
-from ..reports.record import read_report, write_text
-from ..reports.shards import read_runs
-from .show import echo_header, print_summary
+from ...registry import UsageError
+from ...reports.record import read_report, write_text
+from ...reports.shards import read_runs
+from ..show import echo_header, print_summary
 
 
 @click.command(
-    short_help="Turn results files into a page or a summary.",
+    short_help="Print the summary of a run, or write a page or Markdown.",
     epilog="""\b
 Examples:
-  attn-testkit report out.json
-  attn-testkit report out.json --html out.html
-  attn-testkit report shard-*.json --html out.html
-  attn-testkit report out.json --html out.html --history nights/
-  attn-testkit report out.json --markdown >> "$GITHUB_STEP_SUMMARY\"""",
+  attn-testkit results report out.json
+  attn-testkit results report out.json --html out.html
+  attn-testkit results report shard-*.json --html out.html
+  attn-testkit results report out.json --html out.html --history nights/
+  attn-testkit results report out.json --markdown >> "$GITHUB_STEP_SUMMARY\"""",
 )
 @click.argument("files", type=click.Path(), nargs=-1, required=True)
 @click.option("--html", "html_file", type=click.Path(), metavar="OUT", help="Write an HTML report in one file.")
@@ -32,14 +32,13 @@ Examples:
 def report(
     files: tuple[str, ...], html_file: str | None, markdown: bool, previous: str | None, history: str | None
 ) -> int:
-    """Turn the results file of a run (run --json, or pytest --attn-report) into a page or a summary. Without an
-    option it prints what the run printed at its end.
+    """Print what a run printed at its end, or write its results as a page or as Markdown.
 
     The shards of a run are merged. Several runs, such as those of two architectures, get a summary each.
     Earlier nights count if they have the same tier and ran on the same kind of device, real or emulated.
     """
-    from ..reports.history import read_history
-    from ..reports.render import html_page, markdown_summary
+    from ...reports.history import read_history
+    from ...reports.render import html_page, markdown_summary
 
     runs = read_runs(files)
     if not html_file and not markdown:

@@ -1,4 +1,4 @@
-"""``compare``: show what changed between two results files."""
+"""``results compare``: show what changed between two results files."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import click
 
-from ..registry import UsageError
-from ..reports.record import read_report
-from ..reports.shards import read_merged
+from ...registry import UsageError
+from ...reports.record import read_report
+from ...reports.shards import read_merged
 
 
 @click.command(
     short_help="Show what changed between two results files.",
     epilog="""\b
 Examples:
-  attn-testkit compare yesterday.json today.json
-  attn-testkit compare nights/ today.json
-  attn-testkit compare nights/ shard-*.json
-  attn-testkit compare yesterday.json today.json --json
+  attn-testkit results compare yesterday.json today.json
+  attn-testkit results compare nights/ today.json
+  attn-testkit results compare nights/ shard-*.json
+  attn-testkit results compare yesterday.json today.json --json
 \b
 Exit code 1: something newly fails or vanished, NEW did not finish, or NEW has another problem that OLD has not.
 Without an OLD it is that of NEW's verdict.""",
@@ -34,9 +34,9 @@ def compare(old: str, new: tuple[str, ...], good: bool, as_json: bool) -> int:
     OLD may be a folder of results files. Then the newest finished one before NEW is taken, of the same tier and the
     same kind of device, real or emulated. NEW may be all shards of a run.
     """
-    from ..reports.compare import compare_reports, comparison_text, ending_of
-    from ..reports.history import last_night
-    from ..reports.page import verdict_of
+    from ...reports.compare import compare_reports, comparison_text, ending_of
+    from ...reports.history import last_night
+    from ...reports.page import verdict_of
 
     before = None if Path(old).is_dir() else read_report(old)
     after = read_merged(new)
