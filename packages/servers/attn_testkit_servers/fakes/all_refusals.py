@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attn_testkit.backends.vendor.provider import VendorMissing
 
-from . import flash_attn, flash_attn_2, flash_mla, flashinfer_checks, vllm_caches
+from . import flash_attn, flash_attn_2, flash_mla, flashinfer_checks, trtllm_checks, vllm_caches
 from .refusals import Refusals
 
 
@@ -100,7 +100,7 @@ LIMITS: tuple[Limits, ...] = (
 def all_refusals() -> tuple[Refusals, ...]:
     """Entry points of all fakes whose compiled code refuses arguments; without FlashInfer none of its own."""
     try:
-        of_flashinfer = flashinfer_checks.refusals()
+        of_flashinfer = flashinfer_checks.refusals() + trtllm_checks.refusals()
     except VendorMissing:
         of_flashinfer = ()
     return flash_attn.REFUSALS + flash_attn_2.REFUSALS + flash_mla.REFUSALS + vllm_caches.REFUSALS + of_flashinfer
