@@ -234,8 +234,11 @@ def _tried(each: Refusals, check: Check | None, environment: Environment) -> Row
         kernel = each.fake if environment.emulated else each.real()
     except ImportError as error:
         return Row(each.entry, tried, LEFT, str(error))
-    given = each.accepted(environment.device, kernel)
-    changed = given if check is None else given | check.change(given)
+    try:
+        given = each.accepted(environment.device, kernel)
+        changed = given if check is None else given | check.change(given)
+    except Exception as error:
+        return Row(each.entry, tried, OTHER, f"its arguments cannot be made: {type(error).__name__}: {error}")
     try:
         returned = each.call(kernel, each.function, changed)
         if not environment.emulated:
@@ -282,8 +285,10 @@ def _rows(device: str) -> Iterator[Row]:
             reader.start()
             try:
                 while (line := lines.get(timeout=_SECONDS_A_ROW)) is not None:
-                    if line.startswith(_ROW):
-                        index, *told = json.loads(line.removeprefix(_ROW))
+                    # Compiled code may print, too, and leave its line open.
+                    _, marked, row = line.partition(_ROW)
+                    if marked:
+                        index, *told = json.loads(row)
                         yield Row(*told)
                         # A process that lost its device ends by itself after it has reported.
                         first, died = index + 1, "" if "CUDA error" in told[-1] else died

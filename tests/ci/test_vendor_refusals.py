@@ -77,6 +77,19 @@ def test_a_kernel_for_other_devices_or_that_is_not_installed_is_left_out(
         assert (row.outcome, row.said) == ("not compared", why)
 
 
+def test_arguments_that_a_kernel_cannot_make_are_its_disagreement(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are made by another function of the kernel's module, which an older one may not have."""
+
+    def made(device: torch.device, kernel: Any) -> dict[str, Any]:
+        return {"width": kernel.width()}
+
+    each = Refusals("run", "run", SimpleNamespace(run=_fake), lambda: SimpleNamespace(run=_fake), made, (WIDE,))
+    monkeypatch.setattr(script, "sm_of", lambda device: 90)
+    row = script._tried(each, WIDE, SimpleNamespace(emulated=False, device=torch.device("cpu")))
+    assert row.outcome == "kernel refuses other"
+    assert row.said.startswith("its arguments cannot be made: AttributeError")
+
+
 def test_a_process_that_dies_costs_one_refusal(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A kernel that accepts what it cannot read may take its process along."""
     dying = tmp_path / "dying.py"
@@ -86,6 +99,7 @@ def test_a_process_that_dies_costs_one_refusal(script: Any, monkeypatch: pytest.
         "for index in range(first, 4):\n"
         "    if index == 2:\n"
         "        os.abort()\n"
+        "    print('printed by a kernel', end='')\n"
         f"    print({script._ROW!r} + json.dumps([index, 'run', str(index), 'agrees', '']), flush=True)\n"
     )
     monkeypatch.setattr(script, "__file__", str(dying))
