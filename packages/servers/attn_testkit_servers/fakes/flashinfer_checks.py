@@ -53,12 +53,12 @@ DECODE_RUN: tuple[Check, ...] = (
 
 PREFILL_PLAN: tuple[Check, ...] = (
     Check("4 query heads, 3 KV heads", lambda a: {"k": _three(a["k"]), "v": _three(a["v"]), "num_kv_heads": 3},
-          lambda a: a.num_qo_heads % a.num_kv_heads == 0, " should be divisible by num_kv_heads ",
+          lambda a: a.num_qo_heads % a.num_kv_heads == 0, "should be divisible by num_kv_heads ",
           f"{_SCHEDULER}:PrefillPlan"),
     Check("offsets of rows that fall", but(qo_indptr=lambda x: x[[0, 2, 1, 3]]), lambda a: _never_falls(a.qo_indptr),
-          " should be non-negative", f"{_SCHEDULER}:PrefillSplitQOKVIndptr"),
+          "should be non-negative", f"{_SCHEDULER}:PrefillSplitQOKVIndptr"),
     Check("offsets of pages that fall", but(indptr=lambda x: x[[0, 2, 1, 3]]), lambda a: _never_falls(a.kv_indptr),
-          " should be non-negative", f"{_SCHEDULER}:PrefillSplitQOKVIndptr"),
+          "should be non-negative", f"{_SCHEDULER}:PrefillSplitQOKVIndptr"),
 )  # fmt: skip
 """Checks of kernels with tensor cores. A module is compiled for the dtype of the offsets of pages, and the kernel looks
 at the dtype of no other integer."""

@@ -41,11 +41,14 @@ class Check:
 
 
 def refuse(checks: Iterable[Check], **given: Any) -> None:
-    """Raise ``RuntimeError`` with the text of the first check that does not hold for the arguments ``given``."""
+    """Raise ``RuntimeError`` with the text of the first check that does not hold for the arguments ``given``.
+
+    Where the compiled code's text goes on with values, it names an example.
+    """
     arguments = SimpleNamespace(**given)
     for check in checks:
         if not check.holds(arguments):
-            raise RuntimeError(check.text or f"the compiled code refuses {check.tried}")
+            raise RuntimeError(f"{check.text.strip()} (refused, for example: {check.tried})".strip())
 
 
 def call(implementation: Any, function: str, arguments: Arguments) -> Any:
