@@ -43,7 +43,7 @@ class Check:
 def refuse(checks: Iterable[Check], **given: Any) -> None:
     """Raise ``RuntimeError`` with the text of the first check that does not hold for the arguments ``given``.
 
-    Where the compiled code's text goes on with values, it names an example.
+    If the compiled code's text goes on with values, the message names an example instead.
     """
     arguments = SimpleNamespace(**given)
     for check in checks:
