@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and runs what a pull request must pass, on a CPU. Further arguments go to pytest: `-m "not slow"` leaves
-# out what takes seconds (tests/slow_tests.py).
+# Sets everything up and runs style, wheels, types and all tests that take less than seconds, on a CPU. Further arguments go to
+# pytest. `bash ci/pytest.sh -m slow` runs the other tests (tests/slow_tests.py).
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
@@ -26,15 +26,8 @@ types=$!
 
 echo "== tests"
 wait "$browser"
-# A worker per core, up to four: more threads inside each only get in each other's way.
-cores="$(nproc)"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Tests start hundreds of processes. Each compiles the kit again where nobody may keep bytecode, and pytest rewrites every test
-# file for each worker. It is kept beside the files: with PYTHONPYCACHEPREFIX torch would be compiled again, whose bytecode pip made.
-unset PYTHONDONTWRITEBYTECODE
-# Slow tests start first (conftest.py), and a worker that is through takes over what another has not begun.
 tested=0
-"$python" -m pytest -n "${ATTN_WORKERS:-$((cores < 4 ? cores : 4))}" --dist worksteal "$@" || tested=$?
+bash ci/pytest.sh -m "not slow" "$@" || tested=$?
 
 echo "== types"
 typed=0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Self
-
-from typing_extensions import override
 
 from .context import BackendContext
 from .cross_attention import CrossAttention
@@ -31,7 +28,6 @@ __all__ = [
     "GUESSED",
     "KV_DTYPES",
     "MATMUL_DTYPES",
-    "MOVED",
     "Q_SCALES",
     "Capabilities",
     "Unsupported",
@@ -235,16 +231,6 @@ class Capabilities(Declared):
     """Hardware and packages that the real kernels need."""
     mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)
     """Further requirements of single modes, if their kernels exist for fewer devices."""
-
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Answer fields that have moved into a record."""
-        _refuse_moved(given, lambda record, values: f"{_RECORDS[record].__name__}({_arguments(values)})")
-        return super().__new__(cls, *args, **given)
-
-    def __getattr__(self, name: str) -> Any:
-        """Answer a read of a field that has moved into a record."""
-        moved = f"; it is now {'.'.join(MOVED[name])}" if name in MOVED else ""
-        raise AttributeError(f"Capabilities has no {name!r}{moved}")
 
     def __post_init__(self) -> None:
         # A default is one object, which a value that somebody writes is not, even if it equals the default.
@@ -454,15 +440,6 @@ class Capabilities(Declared):
         """Return True if this mode is declared in this execution."""
         return mode in (self.graph if execution is Execution.GRAPH else self.eager)
 
-    @override
-    def with_changes(self, **changes: object) -> Self:
-        """A copy with some fields replaced; for subclasses that narrow or widen a parent's capabilities.
-
-        A dict changes a record in part, ``server={"takes_out": True}``, and a set only the modes of ``windows``.
-        """
-        _refuse_moved(changes, lambda record, values: f"{{{_items(values)}}}")
-        return super().with_changes(**changes)
-
 
 def _rows(mode: ForwardMode, context: BackendContext) -> int:
     if not mode.is_speculative():
@@ -476,60 +453,9 @@ _RECORDS: Mapping[str, type[Windows | Spans | ServerConventions | CrossAttention
     "server": ServerConventions,
     "cross_attention": CrossAttention,
 }
-MOVED: Mapping[str, tuple[str, str]] = {
-    "sliding_window": ("windows", "modes"),
-    "min_window": ("windows", "smallest"),
-    "layer_windows": ("windows", "layers"),
-    "window_in_trees": ("windows", "in_trees"),
-    "eager_waits": ("server", "eager_without_waits"),
-    "waits_between_steps": ("server", "overlap_scheduling"),
-    "drafts_without_prefix": ("server", "drafts_without_prefix"),
-    "output_lifetime": ("server", "output_lifetime"),
-    "padded_requests": ("server", "padded_requests"),
-    "padding_slots": ("server", "padding_slots"),
-    "takes_bare_chains": ("server", "takes_bare_chains"),
-    "takes_empty_batches": ("server", "takes_empty_batches"),
-    "takes_more_rows": ("server", "takes_more_rows"),
-    "takes_none_kv": ("server", "takes_none_kv"),
-    "takes_out": ("server", "takes_out"),
-    "takes_strided_heads": ("server", "takes_strided_heads"),
-    "takes_unset_width": ("server", "takes_unset_width"),
-    "verify_lens": ("server", "verify_lens"),
-}
-"""Field of an earlier ``Capabilities`` -> the record that has it now, and its name there."""
-_TURNED = ("eager_waits", "waits_between_steps")
-"""Old names of fields that were True if the new one is False."""
-
-
-def _refuse_moved(given: Mapping[str, object], written: Callable[[str, dict[str, object]], str]) -> None:
-    """Raise ``ValueError`` with the new spelling of all fields that have moved."""
-    moved: dict[str, dict[str, object]] = {}
-    for old in (name for name in given if name in MOVED):
-        record, new = MOVED[old]
-        moved.setdefault(record, {})[new] = not given[old] if old in _TURNED else given[old]
-    if moved:
-        old = " and ".join(f"Capabilities.{name}" for name in given if name in MOVED)
-        new = ", ".join(f"{record}={written(record, values)}" for record, values in sorted(moved.items()))
-        raise ValueError(f"{old} {'are' if ' and ' in old else 'is'} now {new}")
-
-
-def _arguments(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={_value(value)}" for name, value in values.items())
-
-
-def _items(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name!r}: {_value(value)}" for name, value in values.items())
-
-
-def _value(value: object) -> str:
-    """Source text as an author writes it: modes as plain strings."""
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        words = sorted(repr(getattr(each, "value", each)) for each in value)
-        return f"{{{', '.join(words)}}}" if words else "()"
-    return repr(value)
 
 
 def unwritten(declared: Capabilities) -> frozenset[str]:
     """The names in ``GUESSED`` that the author did not write. A value that equals the default is written, too."""
-    found: frozenset[str] = declared._unwritten
+    found: frozenset[str] = vars(declared)["_unwritten"]
     return found

@@ -31,7 +31,10 @@ class Declared:
                 yield from (f"{name}.{inner}" for inner in each.default_factory._names())
 
     def with_changes(self, **changes: object) -> Self:
-        """A copy with some values replaced. A record in it may be given as a dict of what changes in it."""
+        """A copy with some values replaced; for subclasses that narrow or widen a parent's capabilities.
+
+        A dict changes a record in part, ``server={"takes_out": True}``, and a set only the modes of ``windows``.
+        """
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in changes.items():
             inner = values.get(name)

@@ -1,45 +1,16 @@
-"""Variants of the FlexAttention adapter: as torch compiles it in other ways, and with what goes wrong around it."""
+"""Variants of the FlexAttention adapter: compiled as a whole, and with what goes wrong around compiled code."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from attn_testkit.contract import ForwardBatch, KernelPlan
-from attn_testkit.examples import flex
 from attn_testkit.examples.flex import FlexBackend
 
-_automatic = torch.compile(flex_attention)
-_static = torch.compile(flex_attention, dynamic=False)
-_tuned = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
 EAGER = FlexBackend.capabilities.with_changes(graph=frozenset())
-
-
-class _Compiled(FlexBackend):
-    """The adapter around another compiled function."""
-
-    function: Any = None
-
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        before, flex._attend = flex._attend, type(self).function
-        try:
-            return super().run(q, kv, plan)
-        finally:
-            flex._attend = before
-
-
-class Automatic(_Compiled):
-    """Sizes are constants until torch has seen two of them."""
-
-    function = staticmethod(_automatic)
-
-
-class Tuned(_Compiled):
-    """Inductor times its kernels where they are compiled."""
-
-    function = staticmethod(_tuned)
 
 
 class WholeCompiled(FlexBackend):
@@ -51,33 +22,6 @@ class WholeCompiled(FlexBackend):
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         return self._run(q, kv, plan)
-
-
-class WholeUncompiled(FlexBackend):
-    """The same region as torch traces it, run operation by operation."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._run = torch.compile(super().run, backend="aot_eager")
-
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        return self._run(q, kv, plan)
-
-
-class EveryLength(_Compiled):
-    """As many slots as the longest request has keys, in a region that is compiled for that number."""
-
-    function = staticmethod(_static)
-    capabilities = EAGER.with_changes(needs_cpu_seq_lens=True)
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        assert batch.seq_lens_cpu is not None
-        extra = self.context.num_draft_tokens + self.context.speculative_num_steps
-        self.longest = int(batch.seq_lens_cpu.max()) + extra
-        super().init_forward_metadata(batch)
-
-    def gathered(self, cache: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        return super().gathered(cache, plan)[:, :, : self.longest]
 
 
 class SyncInPlan(FlexBackend):

@@ -59,19 +59,3 @@ class TunedByLength(Tuned):
         grid = lambda meta: (triton.cdiv(made.numel(), meta["BLOCK"]),)  # noqa: E731
         _copy_by_length[grid](made, out, made.numel(), self.longest)
         return out
-
-
-@triton.jit
-def _copy_of_length(source, target, count, LONGEST: tl.constexpr):
-    at = tl.program_id(0) * 128 + tl.arange(0, 128)
-    tl.store(target + at, tl.load(source + at, (at < count) & (LONGEST >= 0)), at < count)
-
-
-class CompiledByLength(TunedByLength):
-    """A kernel is compiled anew for every longest request, which is a constant of it."""
-
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        made = MinimalBackend.run(self, q, kv, plan).contiguous()
-        out = torch.empty_like(made)
-        _copy_of_length[triton.cdiv(made.numel(), 128),](made, out, made.numel(), self.longest)
-        return out

@@ -8,7 +8,6 @@ from types import SimpleNamespace as Of
 import pytest
 import torch
 from by_hand import (
-    CAPABILITIES,
     DECODE,
     V1_TOP1,
     V1_TOP3,
@@ -20,12 +19,9 @@ from by_hand import (
     with_pool,
 )
 
-from attn_testkit.cases.case import parse_case
-from attn_testkit.checks import CHECKS, Stage, evaluated, evaluations
 from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
 from attn_testkit.checks.memory import writes_own_kv
 from attn_testkit.checks.misplaced import _group_alone, _neighbours, _scaled, _some_heads
-from attn_testkit.contract import Execution
 from attn_testkit.steps.data import make_layers
 
 
@@ -162,55 +158,6 @@ def test_what_has_no_heads_names_none() -> None:
     flat = wrong((0, 0, 5))[:, 0]
     assert (
         spread_text(flat, ROWS, STEP) == f"request 0 wrong in 1 of {N * 32} values (1 of {N} rows: 0); request 1 right"
-    )
-
-
-GRAPH, EAGER = Execution.GRAPH, Execution.EAGER
-
-
-def test_a_check_was_evaluated_from_its_stage_on_and_is_listed_as_not_evaluated_before() -> None:
-    for execution in (EAGER, GRAPH):
-        applies = [id_ for id_, how in evaluations().items() if how.applies(CAPABILITIES, execution)]
-        for stage in Stage:
-            done, left = evaluated(CAPABILITIES, execution, stage, [])
-            assert sorted((*done, *left), key=list(CHECKS).index) == applies
-            assert list(done) == [check for check in applies if CHECKS[check].evaluated_from <= stage]
-            assert list(left) == [check for check in applies if check not in done]
-
-
-@pytest.mark.parametrize("failed", ["matches-oracle", "finite", "output-written", "reads-own-kv", "padding-inert"])
-def test_with_wrong_outputs_what_lies_behind_them_was_not_evaluated(failed: str) -> None:
-    done, left = evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, [failed])
-    assert failed in done
-    assert set(left) == {
-        c.id for c in CHECKS.values() if c.behind_outputs and evaluations()[c.id].applies(CAPABILITIES, GRAPH)
-    } - {failed}
-    assert evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, ["writes-own-kv"])[1] == ()
-
-
-def test_a_failed_check_was_evaluated_at_any_stage_and_one_that_is_unknown_comes_last() -> None:
-    done, left = evaluated(CAPABILITIES, EAGER, Stage.STARTED, ["zzz", "finite", "completes", "aaa"])
-    assert done == ("completes", "finite", "aaa", "zzz")
-    assert "finite" not in left
-
-
-def test_what_a_case_cannot_show_is_neither() -> None:
-    declared = CAPABILITIES.with_changes(batch_invariant=True, deterministic=True)
-    one = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b2prod")
-    two = parse_case(DECODE)
-    small = parse_case(DECODE.replace("prod", "small"))
-    assert "batch-invariant" in evaluated(declared, EAGER, Stage.COMPLETED, [], two)[0]
-    assert "batch-invariant" not in sum(evaluated(declared, EAGER, Stage.COMPLETED, [], one), ())
-    assert "padding-inert" in evaluated(declared, GRAPH, Stage.COMPLETED, [], two)[0]
-    assert "padding-inert" not in sum(evaluated(declared, GRAPH, Stage.COMPLETED, [], small), ())
-    for check, changes in (("repeatable", {"deterministic": False}), ("batch-invariant", {"batch_invariant": False})):
-        assert check in evaluated(declared, EAGER, Stage.COMPLETED, [])[0]
-        assert check not in evaluated(declared.with_changes(**changes), EAGER, Stage.COMPLETED, [])[0]
-        assert check not in evaluated(declared, GRAPH, Stage.COMPLETED, [])[0]
-    without = declared.with_changes(needs_cpu_seq_lens=True)
-    assert "no-host-lengths" not in evaluated(without, EAGER, Stage.COMPLETED, [])[0]
-    assert (
-        "no-host-lengths" in evaluated(declared.with_changes(needs_cpu_seq_lens=False), EAGER, Stage.COMPLETED, [])[0]
     )
 
 

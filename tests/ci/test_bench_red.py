@@ -47,7 +47,6 @@ def test_an_adapter_without_a_mistake_passes_and_names_no_cause(tmp_path: Path) 
 
 
 def test_every_mistake_is_an_edit_of_its_adapter() -> None:
-    assert len(MISTAKES) == 20
     for mistake in MISTAKES:
         adapter = ADAPTERS[mistake.adapter]
         file = mistake.file or f"{adapter.spec.partition(':')[0]}.py"

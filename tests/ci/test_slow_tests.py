@@ -1,6 +1,6 @@
-"""Slow tests are those of the table, start first, and are left out where a pull request asks for the others.
+"""Slow tests are those of the table, start first, and are left out by the command of the README.
 
-The command of the README leaves nothing out, and is what must pass before a change lands.
+What must pass before a change lands is that command, and then the tests that it leaves out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace as Of
 
 import pytest
 import slow_tests
@@ -23,8 +24,9 @@ FLOWS = ROOT / ".github" / "workflows"
 class Named:
     """An item of pytest as far as ``slow_first`` knows it."""
 
-    def __init__(self, nodeid: str) -> None:
+    def __init__(self, nodeid: str, **params: object) -> None:
         self.nodeid = f"tests/{nodeid}"
+        self.callspec = Of(params=params)
         self.marks: list[str] = []
 
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
@@ -46,6 +48,18 @@ def test_slow_items_are_marked_and_come_first_slowest_first_and_the_others_stay(
     assert [item.marks for item in items[len(slow) :]] == [[], [], []]
 
 
+def test_the_first_case_and_the_first_bug_of_each_mechanism_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_tests, "SLOW", ("tests/bugs.py::test_caught[", "tests/a.py::test_x["))
+    of = [("of_masks", "finite"), ("third_masks", "finite"), ("third_masks", "completes"), ("third_state", "finite")]
+    backends = [type("Bug", (), {"__module__": f"bugs_{file}"}) for file, _ in of]
+    bugs = [Of(backend=backend, checks=(check,)) for backend, (_, check) in zip(backends, of, strict=True)]
+    items = [Named(f"bugs.py::test_caught[{number}]", bug=bug) for number, bug in enumerate(bugs)]
+    items += [Named(f"a.py::test_x[{number}]") for number in range(3)]
+    slow_first(items)  # type: ignore[arg-type]
+    slow = ["bugs.py::test_caught[1]", "a.py::test_x[1]", "a.py::test_x[2]"]
+    assert [item.nodeid.removeprefix("tests/") for item in items if item.marks] == slow
+
+
 def test_every_row_names_a_file_or_a_test_that_is_there_once() -> None:
     assert [row for row, count in Counter(SLOW).items() if count > 1] == []
     for row in SLOW:
@@ -55,14 +69,13 @@ def test_every_row_names_a_file_or_a_test_that_is_there_once() -> None:
         assert not test or re.search(rf"^def {re.escape(test.partition('[')[0])}\(", file.read_text(), re.M), row
 
 
-@pytest.mark.parametrize(("marks", "there"), [("slow", True), ("not slow", False)])
-def test_pytest_chooses_by_the_marks_of_the_table(marks: str, there: bool) -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks]
+def test_pytest_chooses_by_the_marks_of_the_table() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     file, _, test = next(row for row in SLOW if row.startswith("tests/new/test_new.py::")).partition("::")
     found = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     listed = re.findall(r"::(test_\w+)", found)
-    assert (test in listed) is there
-    assert (len(set(listed)) > 1) is not there
+    assert test not in listed
+    assert len(set(listed)) > 1
 
 
 def commands(flow: str, job: str) -> list[str]:
@@ -70,10 +83,13 @@ def commands(flow: str, job: str) -> list[str]:
     return [step["run"] for step in steps if "run" in step]
 
 
+QUICK, REST = "bash ci/pr.sh", "bash ci/pytest.sh -m slow"
+
+
 def test_a_pull_request_runs_every_test_and_the_nightly_all_of_them_on_every_python() -> None:
-    assert commands("pr.yml", "cpu") == ['bash ci/pr.sh -m "not slow"']
-    assert commands("pr.yml", "slow") == ["bash ci/pr.sh -m slow"]
-    assert commands("nightly.yml", "tests") == ["bash ci/pr.sh"]
+    assert commands("pr.yml", "cpu") == [QUICK]
+    assert commands("pr.yml", "slow") == [REST]
+    assert commands("nightly.yml", "tests") == [QUICK, REST]
     pythons = [
         yaml.safe_load((FLOWS / flow).read_text())["jobs"][job]["strategy"]["matrix"]["python"]
         for flow, job in (("pr.yml", "cpu"), ("nightly.yml", "tests"))
@@ -81,12 +97,13 @@ def test_a_pull_request_runs_every_test_and_the_nightly_all_of_them_on_every_pyt
     assert pythons[0] == pythons[1]
 
 
-def test_what_a_change_must_pass_is_the_readmes_command_with_nothing_added_or_left_out() -> None:
-    command = "bash ci/pr.sh"
+def test_what_a_change_must_pass_is_the_readmes_command_and_all_tests_that_it_leaves_out() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert re.findall(r"^(bash ci/pr\.sh.*?) *(?:#.*)?$", readme, re.MULTILINE) == [command]
+    assert re.findall(r"^(bash ci/pr\.sh.*?) *(?:#.*)?$", readme, re.MULTILINE) == [QUICK]
     gate = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
-    assert gate == ['cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit', f"exec {command}"]
-    (given,) = re.findall(r'^"\$python" -m pytest (.*)$', (ROOT / "ci" / "pr.sh").read_text(), re.MULTILINE)
-    options = re.findall(r"(?<!\S)-[-\w]+", given.partition("||")[0])
+    assert gate == ['cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit', f"{QUICK} && exec {REST}"]
+    (tests,) = re.findall(r"^(bash ci/pytest\.sh .*) \|\| ", (ROOT / "ci" / "pr.sh").read_text(), re.MULTILINE)
+    assert tests == 'bash ci/pytest.sh -m "not slow" "$@"'
+    (given,) = re.findall(r'^exec "\$python" -m pytest (.*)$', (ROOT / "ci" / "pytest.sh").read_text(), re.MULTILINE)
+    options = re.findall(r"(?<!\S)-[-\w]+", given)
     assert options == ["-n", "--dist"], "nothing is ignored or deselected"

@@ -28,8 +28,6 @@ PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)
 NAN = replace(PADDED, padding="nan")
 FULL = next(step for step in SCHEDULE.steps if step.bucket == step.bs)
 
-Answer = Callable[[Rerun], Any]
-
 
 def seen(
     step: Step, value: object = "right", replay: bool = False, schedule: Schedule = SCHEDULE, **more: Any

@@ -34,5 +34,9 @@ def test_a_replacement_takes_the_gpu_that_its_predecessor_left():
     slots = GpuSlots(("3", "5"))
     assert [slots.take(w) for w in ("gw0", "gw1", "gw2")] == ["3", "5", "3"]
     slots.free("gw1")
+    slots.free("gw9")
     assert slots.take("gw3") == "5"
+    slots.free("gw0")
+    slots.free("gw2")
+    assert [slots.take(w) for w in ("gw4", "gw5")] == ["3", "3"], "5 is still gw3's"
     assert GpuSlots(()).take("gw0") == ""

@@ -162,7 +162,7 @@ def test_older_hooks_that_are_whole_or_not_needed_load(name):
         ("windows={'layers': 'all'}", "unknown layers 'all' (known: any, one, same)"),
         ("windows={'smallest': -1}", "Windows.smallest must be a whole number from 0 on, got -1"),
         ("server='vlm'", "unknown server 'vlm'; did you mean 'vllm'?"),
-        ("takes_out=True", "Capabilities.takes_out is now server=ServerConventions(takes_out=True)"),
+        ("takes_out=True", "unknown capability 'takes_out'; did you mean 'server.takes_out'?"),
         ("max_context_len=None", "Capabilities.max_context_len must be a whole number from 1 on, got None"),
         ("needs_cpu_seq_lens='no'", "Capabilities.needs_cpu_seq_lens must be True or False, got 'no'"),
         ("head_dims=[[64]]", "Capabilities.head_dims must be positive whole numbers"),

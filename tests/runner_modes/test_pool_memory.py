@@ -217,9 +217,6 @@ def test_rows_are_moved_as_if_all_were_read_before_one_is_written() -> None:
         assert not any(rows_of(pool, slot).any() for slot in range(4))
 
 
-SPEC = KVPoolSpec(PAGES, PAGE, MHA, torch.bfloat16, CUDA)
-
-
 def halves(pages: int = PAGES, dtype: torch.dtype = torch.bfloat16) -> KVLayer:
     both = torch.zeros(2, pages, PAGE, HEADS, WIDTH, dtype=dtype, device=CUDA)
     return KVLayer(both[0], both[1], both)

@@ -42,6 +42,11 @@ def test_the_one_before_is_asked_first_and_then_twice_as_many() -> None:
         assert tried == asked
         assert found is not None
         assert found.after == tuple(f"eager:case {i}" for i in range(count - asked[-1], count))
+        named = found.after[0] if asked[-1] == 1 else f"the {asked[-1]} case-runs that repro names"
+        assert hint_of(found) == (
+            f"right in a fresh process, wrong after {named}: something is kept in a module global or a class "
+            "attribute, and outlives the instance\na hint"
+        )
 
 
 def test_it_is_looked_for_no_further_back_than_so_many() -> None:
@@ -73,3 +78,11 @@ def test_what_is_wrong_in_a_fresh_process_too_has_no_cause_before_it() -> None:
     for answer in (True, None):
         assert explained_by_what_was_kept(FAILED, record(3), lambda before, answer=answer: answer) is None  # type: ignore[misc]
     assert explained_by_what_was_kept(FAILED, [], lambda before: False) is None
+
+
+def test_a_crash_has_it_in_its_reason() -> None:
+    crashed = CaseResult("b", "decode", "eager", "z", Status.CRASHED, reason="it died")
+    found = explained_by_what_was_kept(crashed, record(3), lambda before: len(before) == 3)
+    assert found is not None
+    assert found.reason.startswith("it died\nright in a fresh process, wrong after the 3 case-runs that repro names")
+    assert len(found.after) == 3

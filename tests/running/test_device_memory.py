@@ -137,7 +137,10 @@ def test_a_device_that_is_full_when_the_kit_needs_memory_is_no_bug_of_the_kit() 
     assert isinstance(answer, RunRecord)
     assert answer.lost.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
     assert "fewer --jobs" in answer.lost
-    assert str(given_up(ValueError("x"))).startswith("ValueError: x")
+    reported = given_up(ValueError("x"))
+    assert isinstance(reported, str)
+    assert reported == reported.rstrip()
+    assert reported.startswith("ValueError: x")
 
 
 def shares_a_device(monkeypatch: pytest.MonkeyPatch, own: int) -> None:

@@ -25,12 +25,11 @@ from attn_testkit.running.case_runs.between_cases import Afresh
 from attn_testkit.running.case_runs.case_run import CaseRun
 from attn_testkit.running.case_runs.lane import Lane, Work
 from attn_testkit.running.case_runs.loop import Runner, _groups
-from attn_testkit.running.case_runs.worker_main import LocalWorker, given_up
+from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.running.planning.candidate import Candidate, candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
-from attn_testkit.running.processes import forking, judge_process, worker_process
+from attn_testkit.running.processes import judge_process, worker_process
 from attn_testkit.running.processes.child import MOST_BYTES, _last_lines, _tail, ending
-from attn_testkit.running.processes.gpus import GpuSlots
 from attn_testkit.running.processes.judge_process import judge_for
 from attn_testkit.running.processes.worker_process import WorkerLost
 
@@ -711,27 +710,6 @@ OSError: libkernels.so: cannot open shared object file""".splitlines()
     ]
 
 
-def test_a_module_is_preloaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forking, "_preloaded", ["a"])
-    for name in ("b", "a", "b"):
-        forking.preload(name)
-    assert forking._preloaded == ["a", "b"]
-
-
-class OutOfMemoryError(Exception):
-    """Called as torch calls its own."""
-
-
-def test_a_full_device_is_a_lost_one_and_what_else_the_harness_raises_is_the_kits() -> None:
-    full = given_up(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Process 12 has it"))
-    assert isinstance(full, RunRecord)
-    assert full.lost.startswith("CUDA out of memory. Tried to allocate 2 GiB. If other programs or several")
-    reported = given_up(KeyError("x"))
-    assert isinstance(reported, str)
-    assert reported.startswith("KeyError: 'x'\nKeyError")
-    assert not reported.endswith("\n")
-
-
 # The worker's own side, in this process.
 
 SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"
@@ -821,21 +799,6 @@ def test_survivors_are_set_aside_at_the_first_the_fourth_and_every_sixteenth_cas
         for execution in Execution:
             found.drive(RunCase(f"case {number}", execution))
     assert settled == [1, 4, 16, 32]
-
-
-# GPUs.
-
-
-def test_the_least_used_gpu_is_given_and_taken_back() -> None:
-    slots = GpuSlots(("3", "5"))
-    assert [slots.take(name) for name in "abc"] == ["3", "5", "3"]
-    slots.free("b")
-    slots.free("nobody")
-    assert slots.take("d") == "5"
-    slots.free("a")
-    slots.free("c")
-    assert slots.take("e") == "3"
-    assert GpuSlots(()).take("a") == ""
 
 
 def failing(drive: Callable[..., RunRecord], described: Described, plan: Plan, each: Item) -> CaseResult:

@@ -20,7 +20,6 @@ from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.plan import _unsatisfiable, plan_run
 from attn_testkit.running.planning.request import (
     Item,
-    Options,
     Plan,
     Request,
     bare_result,
@@ -362,10 +361,6 @@ def test_the_exit_code_never_hides_a_problem_and_three_is_our_own_fault() -> Non
     assert final_code(nothing, []) == 5
     assert final_code(nothing, [], ["expired"]) == 1
     assert final_code(HEADER, passed, ["expired"], interrupted=True) == 2
-
-
-def test_options_are_one_process_and_five_minutes() -> None:
-    assert Options() == Options(jobs=1, timeout_s=300.0, gpus=(), in_process=False)
 
 
 def test_what_is_too_large_for_a_cpu_is_not_run_there_unless_it_is_named() -> None:

@@ -114,12 +114,6 @@ def load_through(table, out, n, offset, TILE: tl.constexpr):
 
 
 @triton.jit
-def rows_of_32_bits(pool, slot, out, row, WIDTH: tl.constexpr):
-    at = tl.arange(0, WIDTH)
-    tl.store(out + at, tl.load(pool + slot * row + at))
-
-
-@triton.jit
 def by_strides(x, out, rows, stride, WIDTH: tl.constexpr):
     at = tl.arange(0, WIDTH)
     for row in range(rows):

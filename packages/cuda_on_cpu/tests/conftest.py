@@ -32,13 +32,6 @@ def cuda() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["no_grad", "inference_mode"])
-def cuda_in_both_modes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Inside the emulation, once under no_grad and once under inference_mode."""
-    with getattr(torch, request.param)(), emulated_cuda():
-        yield
-
-
 def _capture(run: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):

@@ -13,7 +13,6 @@ import weakref
 from dataclasses import is_dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from rules_of_programs import changed_names, lines_of_attention, names_at_the_top
 
@@ -25,21 +24,24 @@ MODULES = [path for path in sorted(HOME.glob("*.py")) if path.stem != "__init__"
 ALLOWED = {"cuda_on_cpu", "numpy", "torch", "triton"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(HOME)))
-def test_it_imports_torch_numpy_triton_and_itself_alone(path):
+def _outside(path: Path) -> list[str]:
+    """Imports of a file that are not of torch, numpy, triton, Python or the package, and relative ones."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, "a relative import hides whose module it is"
-            names = [node.module or ""]
-        for name in names:
-            top = name.split(".")[0]
-            assert top in ALLOWED or top in sys.stdlib_module_names, name
+            names = ["." * node.level + (node.module or "")]
+        found += [name for name in names if name.split(".")[0] not in ALLOWED | sys.stdlib_module_names]
+    return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_says_nothing_of_attention(path):
-    assert lines_of_attention(path) == []
+def test_it_imports_torch_numpy_triton_and_itself_alone():
+    """Here and below all files at once: a test for each is collected longer than it runs."""
+    assert {path.name: found for path in FILES if (found := _outside(path))} == {}
+
+
+def test_it_says_nothing_of_attention():
+    assert {path.name: found for path in FILES if (found := lines_of_attention(path))} == {}
 
 
 def _floors() -> dict[str, int]:
@@ -60,11 +62,14 @@ def _imports(path: Path) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("cuda_on_cpu.")}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_imports_point_down_the_table_of_the_docs(path):
+def test_imports_point_down_the_table_of_the_docs():
     layers = _floors()
-    lowest = layers.get(path.stem, 0)
-    assert {name for name in _imports(path) if layers.get(name, lowest) < lowest} == set()
+    assert [
+        f"{path.stem} imports {name}"
+        for path in MODULES
+        for name in _imports(path)
+        if name in layers and layers[name] < layers[path.stem]
+    ] == []
 
 
 def _is_listed(module: str, name: str) -> bool:
@@ -79,17 +84,17 @@ def _can_change(value: object) -> bool:
     return kind.__module__.startswith("cuda_on_cpu") and not constant
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_module_level_state_is_listed_where_a_reader_begins(path):
-    module = importlib.import_module(f"cuda_on_cpu.{path.stem}")
-    found = {name for name in names_at_the_top(path) if _can_change(getattr(module, name))}
-    assert {name for name in found if not _is_listed(path.stem, name)} == set()
+def test_module_level_state_is_listed_where_a_reader_begins():
+    for path in MODULES:
+        module = importlib.import_module(f"cuda_on_cpu.{path.stem}")
+        found = {name for name in names_at_the_top(path) if _can_change(getattr(module, name))}
+        assert {name for name in found if not _is_listed(path.stem, name)} == set(), path.stem
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_no_function_changes_a_name_or_a_table_of_its_module(path):
-    constants = {name for name in names_at_the_top(path) if not _is_listed(path.stem, name)}
-    assert changed_names(path, constants) == []
+def test_no_function_changes_a_name_or_a_table_of_its_module():
+    for path in FILES:
+        constants = {name for name in names_at_the_top(path) if not _is_listed(path.stem, name)}
+        assert changed_names(path, constants) == [], path.stem
 
 
 def test_what_is_listed_as_state_exists():

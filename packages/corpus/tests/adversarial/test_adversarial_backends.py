@@ -66,8 +66,7 @@ ENDINGS = {
 """Adversarial backend -> text that proves what stopped it, where a failure could also be luck."""
 
 
-def test_there_are_many_and_each_says_what_it_tries() -> None:
-    assert len(ENTRIES) >= 20
+def test_each_says_what_it_tries() -> None:
     assert {entry.slug for entry in ENTRIES} >= ENDINGS.keys()
     for entry in ENTRIES:
         assert entry.mechanism.endswith("."), entry.slug
