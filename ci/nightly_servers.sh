@@ -25,6 +25,7 @@ declare -A backends=(
     sglang_wider:WindowsInVerify sglang_wider:SharedKV sglang_bugs:WindowsInDecode sglang_bugs:FP8"
   [sglang-0.5.12.post1]="sglang:triton"
   [vllm-0.33.0]="vllm:triton vllm:triton_2d vllm:triton_invariant vllm:triton_fp8 vllm:triton_per_token_head vllm:triton_mla vllm:flash_attn vllm:flash_attn_sinks vllm:flash_attn_fp8
+    vllm:flash_attn_2 vllm:flashmla vllm:flashmla_fp8 vllm:flashmla_sparse
     vllm:flashinfer vllm:flex vllm:flex_merged vllm:xpu_mla_sparse vllm_index_metadata:Metadata vllm_wider:LseInFloat32
     vllm:gdn vllm:mamba2 vllm:bailing vllm:linear vllm:gdn_hybrid vllm:mamba2_hybrid"
   [public-kernels]="sglang_kernels:Decode sglang_kernels:DecodeMHA sglang_kernels:DecodeMLA sglang_kernels:DecodeMLARope32

@@ -80,6 +80,7 @@ from attn_testkit.plugin.reporting import properties
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.finding import Finding
 from attn_testkit.results.run_header import RunHeader
+from attn_testkit_servers.fakes.all_refusals import LIMITS, all_refusals
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = "reference"
@@ -101,6 +102,7 @@ def pages() -> dict[str, str]:
         "context.md": context(),
         "states.md": states(),
         "exclusions.md": exclusions(),
+        "fakes.md": fakes(),
         "python-api.md": python_api(),
         "pytest.md": pytest_options(),
         "results-json.md": results_json(),
@@ -456,6 +458,28 @@ def exclusions() -> str:
         "",
     ]
     return _page("What excludes what", *lines)
+
+
+def fakes() -> str:
+    """What fakes of kernels keep, cannot show and refuse."""
+    lines = [
+        "Without a GPU, torch code computes in the place of compiled kernels. Such a *fake* refuses what the kernel "
+        "refuses, and nothing else; the package's own Python in front of it runs unchanged, with its own checks. "
+        "No fake shows rounding inside a kernel, reads past a buffer, or speed. "
+        "`python ci/vendor_agreement.py --refusals` tries every line below on the kernel.",
+        "",
+        "| fake | keeps between calls | cannot show |",
+        "|---|---|---|",
+        *(f"| {each.fake} | {_cell(each.keeps)} | {_cell(each.cannot_show)} |" for each in LIMITS),
+        "",
+    ]
+    for entry in all_refusals():
+        lines += [f"## {entry.entry}", "", "| refused | error | source |", "|---|---|---|"]
+        for check in entry.checks:
+            text = f"`{check.text.strip()}`" if check.text else "without a text"
+            lines.append(f"| {_cell(check.tried)} | {text} | `{check.source}` |")
+        lines.append("")
+    return _page("Fakes of kernels", *lines)
 
 
 def _excluded(variant: ServerVariant) -> list[tuple[str, str]]:

@@ -8,10 +8,20 @@ of the schedule. Their results may differ by at most the computed limit of the o
 point, the largest part of the limit: of the difference, and of each of the two compared with the oracle.
 
 Without a GPU there is no kernel: ``--device cpu`` compares the fake with itself, which only tests this script.
+
+    python ci/vendor_agreement.py --refusals
+
+tries every refusal of every fake on the kernel instead, and the arguments from which it starts: a table says where the
+kernel agrees, where it accepts, and where it refuses with another text. A kernel that is not installed is left out.
 """
 
 from __future__ import annotations
 
+import json
+import queue
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,7 +36,7 @@ from attn_testkit.runner_modes.errors import RunError
 from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 
-from attn_testkit.backends.vendor import VendorMissing, forced
+from attn_testkit.backends.vendor import VendorMissing, forced, sm_of
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
@@ -38,6 +48,8 @@ from attn_testkit.running.case_runs.case_run import gradients_off, schedule_for
 from attn_testkit.running.planning.plan import plan_run
 from attn_testkit.running.planning.request import Item, Request
 from attn_testkit.steps.schedule import Schedule
+from attn_testkit_servers.fakes.all_refusals import all_refusals
+from attn_testkit_servers.fakes.refusals import Check, Refusals
 
 
 def _flashinfer(case: Case) -> str:
@@ -196,6 +208,123 @@ def _compare_all(items: tuple[Item, ...], environment: Environment, seconds: flo
     return done
 
 
+AGREES, ACCEPTS, OTHER, LEFT = "agrees", "kernel accepts", "kernel refuses other", "not compared"
+_ROW = "row of refusals: "
+_SECONDS_A_ROW = 300
+"""A first call may compile."""
+_SAME = 0.02
+"""Largest difference of outputs of fake and kernel, which are of the order of 1."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one refusal, or of the arguments from which the refusals of an entry point start."""
+
+    entry: str
+    tried: str
+    outcome: str
+    said: str = ""
+
+
+def _tried(each: Refusals, check: Check | None, environment: Environment) -> Row:
+    tried = "(accepted arguments)" if check is None else check.tried
+    if not environment.emulated and not each.sm[0] <= sm_of(environment.device) <= each.sm[1]:
+        return Row(each.entry, tried, LEFT, f"the kernel needs SM{each.sm[0]} to SM{each.sm[1]}")
+    try:
+        kernel = each.fake if environment.emulated else each.real()
+    except ImportError as error:
+        return Row(each.entry, tried, LEFT, str(error))
+    try:
+        given = each.accepted(environment.device, kernel)
+        changed = given if check is None else given | check.change(given)
+    except Exception as error:
+        return Row(each.entry, tried, OTHER, f"its arguments cannot be made: {type(error).__name__}: {error}")
+    try:
+        returned = each.call(kernel, each.function, changed)
+        if not environment.emulated:
+            torch.cuda.synchronize()
+    except Exception as error:
+        said = " ".join(str(error).split())
+        agrees = check is not None and " ".join(check.text.split()) in said
+        return Row(each.entry, tried, AGREES if agrees else OTHER, f"{type(error).__name__}: {said}")
+    if check is not None:
+        return Row(each.entry, tried, ACCEPTS)
+    found = each.output(returned)
+    if found is None:
+        return Row(each.entry, tried, AGREES)
+    faked = each.output(each.call(each.fake, each.function, each.accepted(environment.device, each.fake)))
+    assert faked is not None
+    apart = float((found.float() - faked.float()).abs().max())
+    return Row(each.entry, tried, AGREES if apart <= _SAME else OTHER, f"outputs differ by {apart:.3g}")
+
+
+def _all_tried() -> list[tuple[Refusals, Check | None]]:
+    return [(each, check) for each in all_refusals() for check in (None, *each.checks)]
+
+
+def _try_from(first: int, environment: Environment) -> None:
+    """Print a row for every refusal from ``first`` on, each as soon as it is known."""
+    with environment.active(), torch.no_grad():
+        for index, (each, check) in enumerate(_all_tried()[first:], first):
+            row = _tried(each, check, environment)
+            print(_ROW + json.dumps([index, row.entry, row.tried, row.outcome, row.said]), flush=True)
+            if not environment.emulated and "CUDA error" in row.said:
+                return  # nothing else runs in this process
+
+
+def _rows(device: str) -> Iterator[Row]:
+    """A row for every refusal. A process that dies, hangs or loses its device costs one."""
+    todo = _all_tried()
+    first = 0
+    while first < len(todo):
+        command = [sys.executable, __file__, "--refusals", "--device", device, "--first", str(first)]
+        lines: queue.Queue[str | None] = queue.Queue()
+        died = "the process died"
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
+            reader.start()
+            try:
+                while (line := lines.get(timeout=_SECONDS_A_ROW)) is not None:
+                    # Compiled code may print, too, and leave its line open.
+                    _, marked, row = line.partition(_ROW)
+                    if marked:
+                        index, *told = json.loads(row)
+                        yield Row(*told)
+                        # A process that lost its device ends by itself after it has reported.
+                        first, died = index + 1, "" if "CUDA error" in told[-1] else died
+            except queue.Empty:
+                died = f"nothing for {_SECONDS_A_ROW} s"
+            process.kill()
+            reader.join()
+        if died and first < len(todo):
+            each, check = todo[first]
+            yield Row(each.entry, "(accepted arguments)" if check is None else check.tried, OTHER, died)
+            first += 1
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def _refusals(device: str) -> int:
+    """Print the table; the exit code."""
+    counts: dict[str, int] = {}
+    left: dict[str, str] = {}
+    for row in _rows(device):
+        counts[row.outcome] = counts.get(row.outcome, 0) + 1
+        if row.outcome == LEFT:
+            left[row.entry] = row.said
+        else:
+            click.echo(f"{row.entry:<44} {row.tried:<44} {row.outcome:<20} {row.said[:160]}")
+    for entry, why in left.items():
+        click.echo(f"{entry}: not compared: {why}")
+    click.echo(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    return 1 if set(counts) & {ACCEPTS, OTHER} else 0 if AGREES in counts else 5
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, help=__doc__)
 @click.option("--backend", "-b", "backends", multiple=True, metavar="SPEC", help="Default: every vendor backend.")
 @click.option("--tier", default="core", show_default=True)
@@ -204,6 +333,8 @@ def _compare_all(items: tuple[Item, ...], environment: Environment, seconds: flo
 @click.option("--execution", "executions", multiple=True)
 @click.option("--case", "cases", multiple=True, metavar="GLOB")
 @click.option("--seconds", type=float, help="Time limit; the run fails if something was not compared.")
+@click.option("--refusals", is_flag=True, help="Try the refusals of every fake on its kernel, and nothing else.")
+@click.option("--first", type=int, hidden=True, help="With --refusals: try from this one on, in this process.")
 @click.pass_context
 def main(
     context: click.Context,
@@ -214,10 +345,17 @@ def main(
     executions: tuple[str, ...],
     cases: tuple[str, ...],
     seconds: float | None,
+    refusals: bool,
+    first: int | None,
 ) -> None:
     backends = backends or tuple(ENTRY_POINTS)
     environment = resolve(device)
     environment.prepare_process()
+    if first is not None:
+        _try_from(first, environment)
+        return
+    if refusals:
+        context.exit(_refusals(device))
     request = Request(backends, tuple(modes), tuple(executions), tier, device, cases=tuple(cases))
     plan = plan_run(request, lambda candidate: load_backend(candidate.spec).capabilities)
     click.echo(f"{plan.header.device_name}, {dict(plan.header.versions)}, {len(plan.items)} case-runs")

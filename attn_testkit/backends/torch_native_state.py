@@ -211,7 +211,7 @@ class TorchNativeStateBackend(StateBackend):
     def store_node(
         self, layer: StateLayer, token: int, inputs: torch.Tensor, window: torch.Tensor, state: torch.Tensor
     ) -> None:
-        """Store the state behind node ``token`` in its slot, and the inputs [bs, C] behind the window of the first."""
+        """Store the state after node ``token`` in its slot, and the inputs [bs, C] behind the window of the first."""
         conv, temporal = self.pools(layer)
         self.store(temporal, state.to(temporal.dtype), self.lists[:, token], self.live)
         self.store_window(conv, token, inputs, window)
@@ -232,7 +232,7 @@ class TorchNativeStateBackend(StateBackend):
             self.copy_nodes(state.snapshot.rows.long() - 1, state.snapshot.slots, state.snapshot.slots > 0)
 
     def copy_nodes(self, steps: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
-        """Copy what is behind node ``steps`` of each draft to slot ``index``, both [bs] int64, where ``live``."""
+        """Copy what is after node ``steps`` of each draft to slot ``index``, both [bs] int64, where ``live``."""
         place = torch.arange(len(steps), device=steps.device)
         for layer in self.states.layers:
             for pool, scratch in zip(self.pools(layer), self.scratch(layer), strict=True):

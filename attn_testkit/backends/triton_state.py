@@ -282,7 +282,7 @@ class TritonStateBackend(StateBackend):
                     self.copy_nodes(pool, scratch, copies.rows - 1, copies.slots)
 
     def copy_nodes(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy what is behind node ``steps`` of each draft to ``slots``, both [bs]."""
+        """Copy what is after node ``steps`` of each draft to ``slots``, both [bs]."""
         size = pool[0].numel()
         block = min(1 << 14 if _INTERPRETED else 1024, triton.next_power_of_2(size))
         commit_kernel[(len(steps), triton.cdiv(size, block))](

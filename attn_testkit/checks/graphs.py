@@ -120,7 +120,7 @@ def padding_finite(observed: Observation) -> list[Finding]:
                     f"{len(bad)} of {len(finite)} output rows of no request hold NaN or Inf, although finite_padding "
                     "is declared",
                     where=f"{observed.schedule.case.layers.name(int(layer))}, rows {rows} of them",
-                    hint="probably a row without keys (0 / 0 is NaN), or rows behind the last request that no program "
+                    hint="probably a row without keys (0 / 0 is NaN), or rows after the last request that no program "
                     "writes; give zeros for both",
                     step=observed.label,
                 )

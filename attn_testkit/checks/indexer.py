@@ -222,7 +222,7 @@ def _malformed(listed: list[int], seen: int, topk: int, raw: list[int]) -> tuple
         met[place] = column
     want = min(topk, seen)
     if len(met) != want:
-        return len(met), f"{len(met)} keys are selected, and of {seen} keys {want} must be"
+        return len(met), f"{len(met)} keys are selected, and {want} of the {seen} visible keys must be"
     return None
 
 

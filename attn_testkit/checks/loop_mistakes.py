@@ -90,7 +90,7 @@ def _of_states(
 
     right = nodes[last + 1]
     for node in sorted(set(range(-1, len(nodes) - 1)) - {last}, key=lambda node: abs(node - last)):
-        where = f"behind node {node}" if node >= 0 else "before the root"
+        where = f"after node {node}" if node >= 0 else "before the root"
         text = (
             f"from {where} of the draft of round {number}, and node {last} was the last accepted one: "
             + ("a rejected token was applied" if node > last else "accepted tokens were not applied")
@@ -104,7 +104,7 @@ def _of_states(
         behind = its.behind_nodes(of_states)
         # With a slot for each node, the count of one request and the slots of the other.
         for node in sorted({its.accepted, last}):
-            where = f"of request {other}, behind node {node} of its draft of round {number}"
+            where = f"of request {other}, after node {node} of its draft of round {number}"
             yield row(f"state and window are those {where}", behind[node + 1], behind[node + 1])
             yield row(f"the state is that {where}", behind[node + 1], right)
 

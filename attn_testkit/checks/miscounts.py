@@ -22,7 +22,7 @@ from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
 _MOST_RUNS = 4
 """Number of runs that are named. More would be a wrong softmax or a wrong request, and not a miscount."""
 _MOST_TRIES = 12
-"""Number of runs that are removed: next to another run, one is first found with a key too many or too few."""
+"""Number of runs that are removed. A run next to another one is first found with a key too many or too few."""
 _SHORT = 128
 """Longest run that is looked for after every key; of a longer one both ends are conspicuous. A power of two."""
 _STARTS = 512

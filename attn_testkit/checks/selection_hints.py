@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,7 +141,37 @@ def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
     before = [other for other in selected.places if other < layer]
     if before and _fits(selected.scores(before[-1]), taken):
         return "the selection is that of the layer before"
-    return _of_other_rows(selected, layer, long)
+    return _of_other_rows(selected, layer, long) or _late_in_a_bin(long, taken, topk)
+
+
+def _late_in_a_bin(long: Sequence[RowScores], taken: Mapping[int, torch.Tensor], topk: int) -> str:
+    """Hint for rows that lose late keys of the bin of the threshold, in a selection by the upper bits of scores."""
+    count, least, most = 0, 0, len(long[0].scores) if long else 0
+    for each in long:
+        threshold = each.scores.topk(topk).values[-1]
+        lost = (each.scores > threshold) & ~taken[each.row]
+        if not bool(lost.any()):
+            continue
+        # As a radix select sees scores: the upper 8 bits of halves.
+        bins = each.scores.half().view(torch.int16) >> 8
+        inside = bins == bins[each.scores == threshold][0]
+        first = int(lost.nonzero()[0])
+        kept = inside & taken[each.row]
+        if bool((lost & ~inside).any()) or bool(kept[first:].any()):
+            return ""
+        held = inside.cumsum(0)
+        least = max(least, int(held[kept].max()) if bool(kept.any()) else 0)
+        most = min(most, int(held[first]) - 1)
+        count += int(lost.sum())
+    # The capacity is between the last key that is kept and the first that is lost.
+    capacity = 1 << max(0, most).bit_length() >> 1
+    if not count or not 0 < least <= capacity:
+        return ""
+    return (
+        f"all {count:,} lost keys are late ones of one bin: their scores have the upper 8 bits of the threshold's, and "
+        f"{capacity:,} keys of that bin or more come before them. Probably a buffer holds {capacity:,} keys of the bin "
+        "of the threshold"
+    )
 
 
 def _lacks_new(selected: Selected, layer: int) -> bool:

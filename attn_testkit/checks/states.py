@@ -13,6 +13,7 @@ from ..cases.case import Case
 from ..cases.layers import PERIOD
 from ..cases.state import UNIT_KEYS
 from ..families.hybrid.data import states_in
+from ..families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
@@ -46,7 +47,7 @@ class _After(NamedTuple):
         """Words behind the name of a request for one of its ends; empty for its only state."""
         each, data = self.data.ends[end], self.data
         if data.lists.shape[1] > 1:
-            return f" behind node {each.rows - 1}"
+            return f" after node {each.rows - 1}"
         return " in its copy for the prefix cache" if each.slot in data.snapshot_slots else ""
 
 
@@ -155,7 +156,7 @@ def verify_keeps_state(observed: Observation, case: Case) -> list[Finding]:
         _finding(
             observed, "verify-keeps-state", f"{what} was changed by the verify, before anything was accepted",
             f"slots whose states changed: {index_ranges(moved.tolist())}",
-            "write the state behind each node to pool.scratch; commit makes one of them the slot's",
+            "write the state after each node to pool.scratch; commit makes one of them the slot's",
         )
     ]  # fmt: skip
 
@@ -172,9 +173,9 @@ def _of_another_node(after: _After, bad: torch.Tensor) -> str:
     right = "the right one" if data.lists.shape[1] > 1 else "the last accepted one"
     for off in (-2, -1, 1, 2):
         if fits(off):
-            nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "behind" if off > 0 else "before"
+            nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "after" if off > 0 else "before"
             return f"it is the state {nodes} {where} {right}"
-    return "it is the state behind the whole draft" if fits(max(data.news)) else ""
+    return "it is the state after the whole draft" if fits(max(data.news)) else ""
 
 
 def _is_behind(after: _After, bad: torch.Tensor, rows: Sequence[int]) -> bool:
@@ -205,7 +206,7 @@ def _of_fewer_tokens(after: _After, bad: torch.Tensor) -> str:
     for chunk in _CHUNKS:
         lost = [count % chunk for count in wrong]
         if all(lost) and max(wrong) > chunk and _is_behind(after, bad, [count - count % chunk for count in counts]):
-            return f"it is the state behind the last whole chunk of {chunk} tokens: those behind it were not applied"
+            return f"it is the state after the last whole chunk of {chunk} tokens: those after it were not applied"
     return ""
 
 
@@ -229,7 +230,7 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     return [
         Finding(
             "conv-window-exact",
-            f"the convolution window of request {request}{_copied(after, end)} is not that of its last inputs",
+            f"the convolution window of request {request}{_copied(after, end)} does not hold its last inputs",
             where=f"{_layer(case, layer)}, {_who(after, end)}, channel {channel}, column {place} of "
             f"{want.shape[-1]} = {number(float(after.windows[at]))}, want {number(float(want[at]))}",
             spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong",
@@ -259,8 +260,9 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
         return "its columns are in reverse: the oldest input comes first"
     if fits(want.roll(1, 1)) or fits(want.roll(-1, 1)):
         return "it is that of another request of the batch: rows and slots do not go together"
-    short = torch.tensor([after.data.news[end.request] < want.shape[-1] for end in after.data.ends])
-    if bool(short[bad].all()):
+    news = torch.tensor([after.data.news[end.request] for end in after.data.ends])
+    new = torch.arange(want.shape[-1]) >= want.shape[-1] - news[:, None]
+    if bool((news < want.shape[-1])[bad].all()) and not bool((differs.any(2).any(0) & new).any()):
         return "the wrong requests have fewer tokens than the window: columns of the window before it move up"
     return ""
 
@@ -322,7 +324,30 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     ]
     if want.shape[-1] == want.shape[-2]:
         others.append(("rows and columns are exchanged: the order of the pool is another", want.mT))
-    return next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
+    known = next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
+    return known or _of_chunks(after, bad)
+
+
+def _of_chunks(after: _After, bad: torch.Tensor) -> str:
+    """Name a mistake in the state at the end of a chunk that gives the wrong states."""
+    data = after.data
+    most = max(data.news)
+    if data.trees or data.before is not None or not 1 < most <= _LONGEST_CHUNKED:
+        return ""
+    off = torch.linalg.vector_norm(after.states.double() - after.want.states, dim=-1)[:, bad].square().sum()
+    # A chunk as long as the prompt or longer is the same for all of them.
+    for rows in (*(rows for rows in reversed(CHUNKS) if rows < most), 0):
+        for slip, what in HANDED_ON.items():
+            found = recur(replace(data, mistake=ChunkMistake(rows or most, slip)))
+            left = torch.linalg.vector_norm(after.states.double() - found.states, dim=-1)[:, bad]
+            if bool((left <= found.state_limit[:, bad]).all()) and bool(left.square().sum() < off / 10):
+                of = f"a chunk of {rows} rows" if rows else "a chunk"
+                return f"the state at the end of {of} {what}: it is right for a backend that does so"
+    return ""
+
+
+_LONGEST_CHUNKED = 512
+"""Most tokens of a request for which mistakes of chunks are tried: each is computed token by token."""
 
 
 def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:

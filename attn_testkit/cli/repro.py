@@ -35,6 +35,7 @@ Examples:
     "repeatable.",
 )  # fmt: skip
 @run_option("in_process", help="Run the backend in this process: debuggers, sanitizers and print work.")
+@click.option("--verbose", "-v", is_flag=True, help="Show how the limit of the failing element is computed, too.")
 def repro(
     backends: tuple[str, ...],
     case: str,
@@ -42,6 +43,7 @@ def repro(
     device: str,
     after: tuple[str, ...],
     in_process: bool,
+    verbose: bool,
 ) -> int:
     """Run one case again, in a child process as the original run did.
 
@@ -59,6 +61,10 @@ def repro(
         for result in judge.run(plan, plan.items):
             results.append(result)
             _report(result, plan)
+            if verbose and result.status is Status.FAILED:
+                from .explain_limit import explain_limit_of  # imports torch, which a plain repro does not need
+
+                explain_limit_of(result)
     if not plan.items:
         for row in plan.preset:
             click.echo(format_failure(row, plan.header))

@@ -20,6 +20,7 @@ from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
 from ..families.expected import Expected, expect
 from ..families.softmax.attention import seen_in
+from ..families.sparse.family import with_selection
 from ..steps.data import make_layers
 from ..steps.foreign_slots import PLACES, place_pattern
 from ..steps.schedule import Schedule, Step
@@ -72,6 +73,8 @@ class AttendedKeys:
     """KV token that should have no weight -> its weight as a part of the others', if that is too little for ``used``
     and more than rounding.
     """
+    selected: bool = False
+    """True if the row should attend to KV tokens that were selected for it, and to no others."""
 
     @property
     def right(self) -> bool:
@@ -113,7 +116,8 @@ class AttendedKeys:
             text = f"{name} attended to the right KV tokens{of}, {ranges(sorted(self.used))}"
         else:
             used = f"KV tokens {ranges(sorted(self.used))}" if self.used else "no KV token"
-            text = f"{name} attended to {used}{of}, expected {ranges(sorted(self.wanted))}"
+            which = "the selected " if self.selected else ""
+            text = f"{name} attended to {used}{of}, expected {which}{ranges(sorted(self.wanted))}"
         if self.not_asked:
             text += f" ({ranges(self.not_asked)} not asked about)"
         if self.doubled:
@@ -159,15 +163,18 @@ def find_attended(
     ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
     found: AttendedKeys | None = None
+    selects = schedule.case.selection is not None
     if schedule.case.alibi or schedule.case.qq_bias != "none":
         # Equal queries give keys other weights by their bias, and a probe takes a weight for a count.
         return None
     for place in _places_to_ask(schedule, comparison):
-        answer = _counted_at(rerunner, schedule, comparison, place, in_graph)
+        # Codes find runs of keys that follow each other, and selected keys do not.
+        answer = None if selects else _counted_at(rerunner, schedule, comparison, place, in_graph)
         answer = answer or _attended_at(rerunner, schedule, comparison, place, in_graph)
         if answer is not None and not answer.right:
             return answer
-        found = found or answer
+        # A row without a selected key shows nothing by attending to none.
+        found = found or (answer if answer is None or answer.wanted else None)
     return found
 
 
@@ -251,7 +258,7 @@ def _attended_at(
     layer = make_layers(schedule.case)[index]
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
     length = step.lens[request]
-    visible = seen_in(expected.data.visible, expected.data, layer)[request, row]
+    visible = _visible(schedule, expected, index)[request, row]
     wanted = frozenset(int(k) for k in visible.nonzero().flatten())
     dims = _right_dims(comparison, index, layer.v_head_dim)
     starts = _starts(length, dims, wanted)
@@ -282,8 +289,24 @@ def _attended_at(
     found = _read(request, row, weights, wanted, elsewhere, total)
     heads = _misrouted_heads(torch.cat(by_head, 1), sorted(weights), found.wanted)
     return replace(
-        found, length=length, head=head, heads=heads, window=layer.sliding_window_size, shape=layer.head_shape
+        found,
+        length=length,
+        head=head,
+        heads=heads,
+        window=layer.sliding_window_size,
+        shape=layer.head_shape,
+        selected=schedule.case.selection is not None,
     )
+
+
+def _visible(schedule: Schedule, expected: Expected, index: int) -> torch.Tensor:
+    """[B, Tmax, S] bool: KV tokens that the rows of layer number ``index`` should attend to."""
+    data = expected.data
+    if schedule.case.selection is not None:
+        allowed = with_selection(schedule, data).allowed
+        assert allowed is not None
+        return allowed[index] & data.visible
+    return seen_in(data.visible, data, make_layers(schedule.case)[index])
 
 
 def _weights_of(

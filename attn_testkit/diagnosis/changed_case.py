@@ -80,6 +80,19 @@ class ChangedCases:
             return False  # such a case does not exist
         return without != case and self.lasting and self._all_are(without, right=True)
 
+    def right_with_data(self, data: str) -> bool | None:
+        """True if each draw of the case is right with data of this pattern, False if one is wrong; None if unknown."""
+        try:
+            other = self._schedule.case.with_changes(data=data)
+        except ValueError:
+            return None  # such a case does not exist
+        if not self.lasting:
+            return None
+        for draw in range(1, DRAWS + 1):
+            if (answer := self._right(other.with_seed(other.seed + draw))) is not True:
+                return answer
+        return True
+
     def right_elsewhere(self, step: Step) -> bool:
         """True if the pool lies across a multiple of 4 GiB, and ``step`` is wrong there and right elsewhere."""
         own = self._schedule

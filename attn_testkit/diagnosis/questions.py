@@ -72,12 +72,24 @@ def _supposed(evidence: Evidence) -> list[str]:
     lens = torch.tensor(evidence.step.lens)[expected.data.row_request]
     for each in supposed:
         near = _near(comparison, each)
-        if not bool(near[comparison.wrong.any(-1)].all()):
+        if not bool(near[comparison.wrong.any(-1)].all()) or not _explains(comparison, each):
             continue
         where = _where_it_is_made(comparison, near.all(-1), lens)
         if where is not None:
             return [f"{each.text}{where}"]
     return []
+
+
+def _explains(comparison: Comparison, supposed: Supposition) -> bool:
+    """True if the supposed answer leaves little of the error. Within wide limits, as of exact data, many are near."""
+    of = comparison.wrong.any(-1) & comparison.finite.all(-1)
+    out, want = comparison.out.double()[of], comparison.expected.attention[of]
+    left = (out - supposed.answer.out[of]).nan_to_num(0.0)
+    return bool(left.square().sum() <= _UNEXPLAINED * (out - want).square().sum())
+
+
+_UNEXPLAINED = 0.25
+"""Part of the squared error of wrong rows that rounding may leave."""
 
 
 def _near(comparison: Comparison, supposed: Supposition) -> torch.Tensor:
@@ -179,7 +191,8 @@ def _misrouted_rows(asked: Asked) -> Asked:
 
 
 def _named_patterns(asked: Asked) -> Asked:
-    return replace(asked, texts=(*asked.texts, *hints(asked.evidence)))
+    # A mistake that gives the numbers of every wrong row leaves nothing to look for.
+    return asked if asked.texts else replace(asked, texts=tuple(hints(asked.evidence)))
 
 
 _PUT: Mapping[Question, Callable[[Asked], Asked]] = {

@@ -9,6 +9,7 @@ from ..cases.case import Case
 from ..steps.numerics import Numerics
 from ..steps.schedule import Schedule, make_schedule
 from .changed_case import FEATURES
+from .lone_step import least_bucket, lone_step
 from .rerun import Rerunner
 
 _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
@@ -61,11 +62,45 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
     if rerunner.runs_eagerly(schedule) and _eager_raises(rerunner, schedule):
         return _without(_eager_raises, rerunner, schedule)
     if in_graph and _graph_raises(rerunner, schedule):
-        return "" if case.multi_mode else _without(_graph_raises, rerunner, schedule)
+        if case.multi_mode:
+            return ""
+        return _without(_graph_raises, rerunner, schedule) or _of_padding(rerunner, schedule)
     if case.multi_mode:
         return (
             "another mode raises by itself, or state of one mode, such as metadata by batch size only, is used for "
             "another, or a co-resident instance has a part in it: on an instance by itself nothing is raised"
+        )
+    return ""
+
+
+def explain_freed(rerunner: Rerunner, schedule: Schedule) -> str:
+    """Find a hint for a graph whose memory is freed: it is not if only one mode uses the instance; else nothing.
+
+    ``schedule``: of the case's own mode.
+    """
+    case = schedule.case
+    if not case.multi_mode or case.rounds or case.instance_of is not None or _graph_raises(rerunner, schedule):
+        return ""
+    return (
+        "graphs of two modes share it, and the capture of one replaces what the other reads: on an instance that runs "
+        f"only {case.mode} nothing is freed. Probably metadata or graphs are kept by batch size only; keep them by "
+        "mode and batch size"
+    )
+
+
+def _of_padding(rerunner: Rerunner, schedule: Schedule) -> str:
+    """Hint for a replay that raises in a larger bucket, and not in one without padded requests."""
+    for step in schedule.steps:
+        least = least_bucket(schedule, step)
+        if not step.requests or step.bucket <= least:
+            continue
+        if not _graph_raises(rerunner, lone_step(schedule, step, step.bucket)):
+            continue
+        if _graph_raises(rerunner, lone_step(schedule, step, least)):
+            return ""
+        return (
+            f"padded requests cause it: with {step.bs} live request{'s' * (step.bs > 1)} in a bucket of {step.bucket} "
+            f"it is raised, and in a bucket of {least} it is not. A padded request may write only its own rows"
         )
     return ""
 

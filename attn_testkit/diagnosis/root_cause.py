@@ -21,6 +21,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +35,12 @@ from ..families.expected import expect
 from ..families.table import family_of
 from ..results.finding import Finding
 from ..runner_modes.graphs import GraphRun
-from ..steps.schedule import Schedule, Step
+from ..steps.schedule import Schedule, Step, make_schedule
 from .capture_values import OVERFLOWS, keeps_capture_values, reason_of_a_replay
 from .changed_case import ChangedCases
 from .figures import error_map, key_map
 from .hints import Evidence
+from .lone_step import least_bucket, lone_step
 from .questions import Asked, ask
 from .rerun import CLEAR, OTHER_FILL, Rerunner, TimeUp
 
@@ -84,7 +86,7 @@ def explain_numeric(
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
     most = 1 if check in _SHOWN or why in (_NO_OTHER_MODE, OVERFLOWS) or why.startswith(_NOT_RESET) else _MOST_HINTS
-    if why == _finite_with_zeros(schedule):
+    if why in (_finite_with_zeros(schedule), _finite_with_zeros(schedule, _UNOWNED)):
         # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]
     return replace(
@@ -161,11 +163,6 @@ def _changed_cases(rerunner: Rerunner, schedule: Schedule, comparison: Compariso
     return ChangedCases(rerunner, schedule, right=right, wrong=min((lens[place] for place in wrong), default=0))
 
 
-def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
-    """Make a schedule of only this step, in a bucket of this size."""
-    return replace(schedule, buckets=(bucket,), steps=(replace(step, bucket=bucket),))
-
-
 def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Return check and reason of a NaN: read from k and v that are stored already, from unowned slots, or unknown."""
     given = _evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False))) if step.stored else None
@@ -185,7 +182,7 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
         calm_own = _evaluated(schedule, rerunner.eager(schedule, own))
         if calm_own is not None and calm_own.all_finite:
             return family.reads, f"{_finite_with_numbers(family.unread)}{_MASKED_TOO_LATE if calm_own.right else ''}"
-        finite = _finite_with_zeros(schedule, "unowned slots")
+        finite = _finite_with_zeros(schedule, _UNOWNED)
     return family.reads, f"{finite}, and right" if calm.right else finite
 
 
@@ -198,10 +195,13 @@ def _again(rerunner: Rerunner, schedule: Schedule, step: Step, **changes: Any) -
 
 
 _ROWS_BEHIND = (
-    "rows behind the last one are loaded, which hold NaN as the end of a longer buffer may: clear them in the last "
+    "rows after the last one are loaded, which hold NaN as the end of a longer buffer may: clear them in the last "
     "tile, since 0 * NaN is NaN; if the memory ends with the last row, it is"
 )
 _STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is"
+
+
+_UNOWNED = "unowned slots"
 
 
 def _finite_with_zeros(schedule: Schedule, poisoned: str = "") -> str:
@@ -386,7 +386,7 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
             f"self.{first.path} was allocated while {first.where} was captured, and is read before it is written: "
             "allocate it in the constructor or in init_cuda_graph_state",
         )
-    alone = rerunner.graph(_alone(schedule, step, step.bucket))
+    alone = rerunner.graph(lone_step(schedule, step, step.bucket))
     right_alone = alone is not None and _right(_evaluated(schedule, _last(alone)))
     if kept := _kept_between_replays(rerunner, schedule, step):
         return "buckets-independent" if right_alone else _NOTHING_ELSE, kept
@@ -395,9 +395,9 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     if alone is not None and alone.replaced and _reads_replaced(rerunner, schedule, step):
         names = ", ".join(f"self.{path}" for path in alone.replaced[:3])
         return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
-    least = _least_bucket(schedule, step)
+    least = least_bucket(schedule, step)
     if step.bucket > least:
-        exact = rerunner.graph(_alone(schedule, step, least))
+        exact = rerunner.graph(lone_step(schedule, step, least))
         if exact is not None and _right(_evaluated(schedule, _last(exact))):
             return "padding-inert", f"{_PADDED_ROWS_REACH_LIVE_ONES}: in a bucket of exactly {least} it is right"
     if rerunner.environment.emulated:
@@ -406,35 +406,63 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
             return _NOTHING_ELSE, _ORDER_OF_PROGRAMS
     if step.padding != "prod" and step.tokens < step.bs * schedule.case.width:
         # Rows of rejected tokens are padding in a bucket of the right size too.
-        calm = rerunner.graph(_alone(schedule, replace(step, padding="prod"), step.bucket))
+        calm = rerunner.graph(lone_step(schedule, replace(step, padding="prod"), step.bucket))
         if calm is not None and _right(_evaluated(schedule, _last(calm))):
             return (
                 "padding-inert",
                 f"{_PADDED_ROWS_REACH_LIVE_ONES}: with a server's contents of padded rows it is right",
             )
-    return _NOTHING_ELSE, reason_of_a_replay(rerunner, _alone(schedule, step, step.bucket))
+    return _NOTHING_ELSE, reason_of_a_replay(rerunner, lone_step(schedule, step, step.bucket))
 
 
 def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) -> str:
     """Hint for a replay that is right if the backend's own tensors are restored before each; else empty."""
+    names = _to_restore(rerunner, schedule, lambda run: _right(_evaluated(schedule, run.replay_of(step))))
+    if not names:
+        return _shared_by_layers(rerunner, schedule)
+    return (
+        f"{_NOT_RESET}: the replay is right if {names} holds before each plan what it held before the first forward. "
+        "Clear it in the graph, or in init_forward_metadata_out_graph"
+    )
+
+
+def _to_restore(rerunner: Rerunner, schedule: Schedule, is_right: Callable[[GraphRun], bool]) -> str:
+    """Names of the tensors with which a run is right if they are restored before each replay; empty if it is wrong."""
 
     def right(only: str = "") -> tuple[str, ...]:
         run = rerunner.graph(schedule, restore_state=True, restore_only=only)
-        if run is None or not _right(_evaluated(schedule, run.replay_of(step))):
+        if run is None or not is_right(run):
             return ()
         # The kit's own part of a backend makes its tensors again for each graph.
         return tuple(path for path in run.restored if not path.startswith("_kit_"))
 
     paths = right()
-    if not paths:
-        return ""
     tried = paths[:_MOST_TENSORS] if len(paths) > 1 else ()
     by_itself = next((path for path in tried if right(path)), "")
-    names = ", ".join(f"self.{path}" for path in ((by_itself,) if by_itself else paths[:_MOST_TENSORS]))
-    return (
-        f"{_NOT_RESET}: the replay is right if {names} holds before each plan what it held before the first forward. "
-        "Clear it in the graph, or in init_forward_metadata_out_graph"
+    return ", ".join(f"self.{path}" for path in ((by_itself,) if by_itself else paths[:_MOST_TENSORS]))
+
+
+def _shared_by_layers(rerunner: Rerunner, schedule: Schedule) -> str:
+    """Hint for a case that is right with one layer if tensors are restored before each replay, and wrong if they are
+    not: in a graph of several layers the first one leaves them to the next.
+    """
+    case = schedule.case
+    if case.layers.count < 2 or case.layers.groups or case.layers.shapes or case.layers.hybrid or case.layers.varied:
+        return ""
+    other = case.with_changes(layers=replace(case.layers, count=1))
+    if not rerunner.declared(other):
+        return ""
+    one = make_schedule(other, schedule.numerics)
+    plain = rerunner.graph(one)
+    names = "" if plain is None or _all_right(plain) else _to_restore(rerunner, one, _all_right)
+    return names and (
+        f"{_NOT_RESET}, and layers share it: with one layer each replay is right if {names} holds before each plan "
+        "what it held before the first forward. Clear it in the graph before each launch, or let the last program do so"
     )
+
+
+def _all_right(run: GraphRun) -> bool:
+    return all(_right(_evaluated(schedule, observed)) for schedule, observed in run.observed)
 
 
 _ORDER_OF_PROGRAMS = (
@@ -468,14 +496,9 @@ def _blame_without_eager(
     )
 
 
-def _least_bucket(schedule: Schedule, step: Step) -> int:
-    """The smallest bucket for the requests and their rows: in extend, few requests may have many rows."""
-    return max(step.bs, -(-step.tokens // schedule.case.width))
-
-
 def _reads_replaced(rerunner: Rerunner, schedule: Schedule, step: Step) -> bool:
     """True if it is right once the replaced tensors hold what their successors do: a plan may replace its own ones."""
-    copied = rerunner.graph(_alone(schedule, step, step.bucket), copy_into_replaced=True)
+    copied = rerunner.graph(lone_step(schedule, step, step.bucket), copy_into_replaced=True)
     return copied is None or _right(_evaluated(schedule, _last(copied)))
 
 

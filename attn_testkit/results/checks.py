@@ -219,7 +219,7 @@ _TABLE = (
         "A target-verify leaves the state of each request as it was, bit for bit, until its commit.",
         "A kernel whose write-back is not off, a slot that is updated while the draft is not yet accepted.",
         "mlx-swift-lm #218; Avarok atlas #604",
-        "States behind nodes belong to pool.scratch. The headline names the request.",
+        "States after nodes belong to pool.scratch. The headline names the request.",
         evaluated_from=Stage.OBSERVED,
         place=2,
     ),
@@ -341,7 +341,7 @@ _TABLE = (
     Check(
         "padding-finite",
         "If declared: output rows of no request hold neither NaN nor Inf if their inputs are finite.",
-        "A softmax over no key, splits that are all empty, rows behind the last request that no program writes.",
+        "A softmax over no key, splits that are all empty, rows after the last request that no program writes.",
         "vLLM #57094",
         "Live rows are right. A server that quantizes all rows with one scale spreads the NaN to every request.",
         evaluated_from=Stage.REPLAYED,

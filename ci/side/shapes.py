@@ -180,7 +180,7 @@ _EAGER = (
 
 
 def shapes_of(backend: str) -> tuple[Shape, ...]:
-    """Those of SGLang's test files of this backend: ``test/registered/attention/unittest``, dense and swa. The cases of
+    """Shapes in SGLang's test files of a backend: ``test/registered/attention/unittest``, dense and swa. The cases of
     ``OWN_LISTS`` come before them.
     """
     if backend == "torch_native":

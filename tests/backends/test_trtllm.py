@@ -90,7 +90,7 @@ FAULTS = [
     ("WaitsForLengths", "graph", DECODE, "preparing a replay waits for the device"),
     ("ValueScaleForgotten", "eager", FP8, "right without v_scale"),
     ("WindowOfW", "eager", WINDOW, "the first KV token is missing"),
-    ("QueriesOf16Bits", "eager", V1_FP8, "context of torch.float16 queries and torch.float8_e4m3fn keys"),
+    ("QueriesOf16Bits", "eager", V1_FP8, "an FP8 cache under bf16 queries"),
     ("MaskNotPassed", "eager", VERIFY, "Mask is required for speculative decoding"),
     ("MaskRowsAreBytes", "eager", VERIFY, "XQA reads 32 bytes of mask"),
     ("WorkspaceNotZeroed", "eager", DECODE, "has nan in its output"),

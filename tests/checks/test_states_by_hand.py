@@ -104,7 +104,7 @@ def test_one_wrong_bit_of_a_window_fails_and_the_column_is_named() -> None:
     bits = step.windows.view(torch.int16)
     bits[1, 2, 7, 0] ^= 1
     (found,) = conv_window_exact(step.seen(), step.case)
-    assert found.headline == "the convolution window of request 2 is not that of its last inputs"
+    assert found.headline == "the convolution window of request 2 does not hold its last inputs"
     assert "channel 7, column 0 of 3" in found.where
     assert found.spread == "requests 2 of 3 wrong"
     assert found.step == "a step"
@@ -285,7 +285,7 @@ def test_outside_of_a_verify_nothing_is_kept() -> None:
     assert not verify_keeps_state(Step().seen(), Step().case)
 
 
-@pytest.mark.parametrize(("off", "hint"), [(-1, "1 node before"), (1, "1 node behind"), (9, "behind the whole draft")])
+@pytest.mark.parametrize(("off", "hint"), [(-1, "1 node before"), (1, "1 node after"), (9, "after the whole draft")])
 def test_the_node_whose_state_was_committed_is_named(off: int, hint: str) -> None:
     step = Step(name=VERIFY)
     assert sorted(set(step.data.kept)) != [4], "some node is rejected"
@@ -300,4 +300,4 @@ def test_the_window_behind_the_whole_draft_fails_where_nodes_were_rejected() -> 
     step = Step(name=VERIFY)
     step.windows = recur(behind(step, step.data.news)).windows
     (found,) = conv_window_exact(step.seen(), step.case)
-    assert "is not that of its last inputs" in found.headline
+    assert "does not hold its last inputs" in found.headline

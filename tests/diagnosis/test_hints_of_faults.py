@@ -40,6 +40,10 @@ UNPACKED = "draft-extend-v2-gqa2x2-d256-bf16-p32-k37-n4a1-contiguous-gauss-kvfp8
 NEGATIVE = "decode-mla2-d256r32-fp32-p16-k15.16.17-contiguous-negative-b4stale"
 HOLES = "draft-decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-topk1steps2-shuffled-negative-sel16holesempty-b8prod"
 TWO_ROWS = "draft-extend-gqa3x2-d128-fp16-p1-k13-n2a2-shuffled-peaked-w0-cap1.5-sink-layers3from0varied-b2prod"
+CHUNKS_OF_64 = "extend-mamba4x2-d64-bf16-p16-k0.60.25.0-n19a70.1x3-shuffled-mild_decay-k64w4s32-b4prod"
+LIKE_KEYS = "extend-gdn4x2-d64-bf16-p16-k0.17.0-n4a1x2.9-shuffled-like_keys-k64w4s32-layers3from5-b3prod"
+SMALL_BUCKET = "decode-gqa8x2-d64-fp16-p16-k15.16.17-shared-negative-w4000-sink-b6small"
+BLOCKS = "decode-mqa4-d128-bf16-p16-k300.70.12-reversed-negative-sel4of16holes-b4small"
 PROMPT_OF_65 = "extend-mamba4x2-d64-bf16-p16-k0.40-n34a65.3-shuffled-strong_decay-k64w4s32-layers1from0-b2nan"
 BIAS = "target-verify-gqa8x2-d64-bf16-p16-k130.9.1.40-t0.0.1.1-shuffled-gauss-w5-qqbias-cap1.5-sink-b5prod"
 BIASED_PROMPTS = "extend-gqa8x2-d64-bf16-p16-k130.9.1.40-n13a7.40.3.1-shuffled-gauss-qqbias-b5prod"
@@ -83,6 +87,11 @@ TOLD = [
     ("first-hole-ends-the-row", HOLES, "eager", "the keys of a row after its first -1 are not attended"),
     ("partial-stats-collide", TWO_ROWS, "eager", "may use the maximum or the sum of another row"),
     ("last-token-of-a-prompt-lost", PROMPT_OF_65, "eager", "not applied, the only one in its last chunk of 64 tokens"),
+    ("chunk-decays-by-its-first-gate", CHUNKS_OF_64, "eager", "with the decay of the first row only"),
+    ("row-before-left-out-of-a-chunk", LIKE_KEYS, "eager", "the strict mask of a chunk is off by one"),
+    ("lengths-not-clipped-to-top-k", HOLES, "eager", "as many entries as it may see keys, which are 6"),
+    ("block-zero-for-minus-one", BLOCKS, "eager", "an entry of -1 that is loaded as block 0"),
+    ("counters-left-to-the-next-layer", SMALL_BUCKET, "graph", "and layers share it: with one layer"),
     # What the fault hangs on.
     ("lse-wrong-when-split", SHARED, "eager", "without sinks right if requests are cut to 16 KV tokens"),
     (

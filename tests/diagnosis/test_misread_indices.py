@@ -57,7 +57,7 @@ def hint_of(backend: type, case_id: str) -> str:
         (SlotsTakenForPositions, VERIFY.format("slots"), "slots already"),
         (SlotsTakenForPositions, MLA.format("slotsholes"), "slots already"),
         (LengthsNotClippedToTopK, DECODE, "not clipped to top-k: a row walks as many indices"),
-        (LengthsNotClippedToTopK, EXTEND.format("holes"), "those behind its 16 are the next row's"),
+        (LengthsNotClippedToTopK, EXTEND.format("holes"), "those after its 16 are the next row's"),
         (SelectionOfTheRowBefore, DECODE, "a row uses the selection of the row before it"),
         (SelectionOfTheRowBefore, VERIFY.format(""), "a row uses the selection of the row before it"),
         (CountOfKeysFromLengths, VERIFY.format(""), "min(top-k, keys) indices, so -1 among them is attended as key 0"),

@@ -56,7 +56,7 @@ def attended(
 
 
 def with_data(schedule: Schedule, **changes: Any) -> torch.Tensor:
-    """What a backend gives that has other data."""
+    """Output of a backend that attends to other data."""
     data = expect(schedule, schedule.steps[0]).data
     return attend_with_limit(schedule, replace(data, **changes))[0].out
 

@@ -7,8 +7,11 @@ import torch
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cli import main
+from attn_testkit.cli.explain_limit import explain_limit_of
 from attn_testkit.families.softmax.limit_terms import limit_terms
 from attn_testkit.families.table import family_of
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 from attn_testkit.steps.numerics import Numerics
 from attn_testkit.steps.schedule import make_schedule
 
@@ -48,6 +51,32 @@ def test_the_command_prints_the_terms_of_the_element_that_a_failure_names(capsys
     assert values["output"] == pytest.approx(2 * 2**-8 * abs(values["answer"]), rel=1e-3)
     terms = sum(values[name] for name in ("floor", "output", "weights", "logits"))
     assert values["limit"] == pytest.approx(terms, rel=1e-3)
+
+
+def of_failure(where: str, step: str = "") -> CaseResult:
+    finding = Finding("matches-oracle", "request 1 differs from the oracle", where=where, step=step)
+    return CaseResult("b", "decode", "eager", PLAIN, Status.FAILED, (finding,))
+
+
+@pytest.mark.parametrize(
+    ("step", "name"), [("", "step 0"), ("replay 2 of 9 (one request), bucket 1, 1 live", "step 1")]
+)
+def test_repro_prints_the_terms_of_the_element_that_failed(
+    step: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explain_limit_of(of_failure("out[layer 1, request 0 row 0, head 3, dim 5] = 1, want 2 (limit 1e9)", step))
+    first, *_, limit, declared = capsys.readouterr().out.splitlines()
+    assert first == f"out[layer 1, request 0 row 0, head 3, dim 5], {name}"
+    assert limit.split()[0] == "limit"
+    assert "which declares its numerics" in declared, "the limit of the failure is another"
+
+
+def test_repro_says_why_there_are_no_terms(capsys: pytest.CaptureFixture[str]) -> None:
+    explain_limit_of(of_failure("out[layer 1, request 0, head 3, dim 5] is nan"))
+    explain_limit_of(of_failure("out[layer 1, request 0, head 3, dim 5] = 1, want 2 (limit 3)", "another eager step"))
+    no_element, other_step = capsys.readouterr().out.splitlines()
+    assert "names no element" in no_element
+    assert "another eager step" in other_step
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Page:
             self._loaded = True
 
     def open(self, path: Path) -> float:
-        """Load a file, and return the seconds until its script was through."""
+        """Load a file, and return the seconds until its script had ended."""
         self._loaded = False
         started = time.monotonic()
         self.ask("Page.navigate", url=path.as_uri())

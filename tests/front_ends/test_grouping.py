@@ -78,7 +78,7 @@ def test_the_line_that_most_share_names_the_group_wherever_it_stands():
 
 
 def test_a_second_hint_names_no_cause_and_joins_no_two_failures():
-    """Of NaN the second hint is the same whatever the cause."""
+    """The second hint about a NaN is the same for every cause."""
     general = "no foreign memory is read: 0 / 0"
     one, other = failed(wrong(f"the last key is missing\n{general}")), failed(wrong(f"wrong page\n{general}"))
     assert causes(one, other) == [(1, "the last key is missing"), (1, "wrong page")]

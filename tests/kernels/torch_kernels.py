@@ -57,7 +57,7 @@ class SDPA(Gathered):
 
 
 class SDPAFloatMask(Gathered):
-    """A mask of -inf in the model's dtype instead, which holds a bias as well."""
+    """Attention with a float mask of the model's dtype, which holds -inf for hidden keys and a bias for others."""
 
     capabilities = Gathered.capabilities.with_changes(qq_bias={"extend", "target-verify"})
 

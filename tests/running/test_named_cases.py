@@ -38,7 +38,7 @@ def reason(backend: type[MinimalBackend]) -> str:
 
 def test_of_a_pair_that_is_excluded_the_pair_is_named_and_not_a_capability_that_is_declared() -> None:
     assert reason(Windowed) == (
-        "not declared: the server variant noncausal together with a window; each of them is declared, and no case has "
-        "both"
+        "not declared: the server variant noncausal together with a window; each of them is declared, and the pair is "
+        "excluded: layers that are not causal have no window"
     )
     assert "together with" not in reason(WithoutWindows), "the window itself is not declared"

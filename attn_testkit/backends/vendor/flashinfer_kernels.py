@@ -21,4 +21,4 @@ BATCH_RAGGED = EntryPoint(
 _MLA = "flashinfer.mla:BatchMLAPagedAttentionWrapper"
 BATCH_MLA_FA2 = EntryPoint(_MLA, _SM80_AND_UP, f"{_FAKES}:make_mla_wrapper", "flashinfer")
 BATCH_MLA_FA3 = EntryPoint(_MLA, ((90, 90),), f"{_FAKES}:make_mla_wrapper", "flashinfer")
-MERGE_STATE = EntryPoint("flashinfer.cascade:merge_state", _SM80_AND_UP, f"{_FAKES}:merge_state", "flashinfer")
+MERGE_STATE = EntryPoint("flashinfer.cascade:merge_state", _SM80_AND_UP, f"{_FAKES}:make_merge_state", "flashinfer")

@@ -9,6 +9,7 @@ import contextlib
 from importlib import import_module
 from pkgutil import iter_modules
 
+from ...families.table import family_of
 from ..rerun import TimeUp
 from .evidence import Evidence
 from .hint import HINTS, Hint, in_order
@@ -29,8 +30,9 @@ def hints(evidence: Evidence) -> list[str]:
     """
     found: list[str] = []
     fitting: list[Hint] = []
+    family = family_of(evidence.schedule.case).name
     for each in ORDER:
-        if any(before.silences_other(each) for before in fitting):
+        if each.family != family or any(before.silences_other(each) for before in fitting):
             continue
         with contextlib.suppress(TimeUp):
             if text := each(evidence):

@@ -45,8 +45,8 @@ def other_bias(e: Evidence) -> Iterator[Supposed]:
         [None] * len(layers),
     )
     yield supposed(
-        "query heads have the slopes of other ones: slopes are [KV heads, query heads of each], and the result is "
-        "right with the order turned",
+        "query heads use the slopes of other heads: slopes are [KV heads, query heads of each], and the result is "
+        "right if these two axes are exchanged",
         [_of_another_group(layer, slopes) for layer, slopes in pairs],
     )
     yield supposed(
@@ -55,7 +55,7 @@ def other_bias(e: Evidence) -> Iterator[Supposed]:
         [_of_all_heads(layer, slopes) for layer, slopes in pairs],
     )
     yield supposed(
-        "the bias is scaled as logits are: add it behind the scale. The result is right with scaled slopes",
+        "the bias is scaled as logits are: add it after the scale. The result is right with scaled slopes",
         [slopes * layer.scaling for layer, slopes in pairs],
     )
     for layer, slopes in pairs:

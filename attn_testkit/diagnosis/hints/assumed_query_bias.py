@@ -49,7 +49,7 @@ def other_query_bias(e: Evidence) -> Iterator[Supposed]:
         absent = "replays do not read batch.qq_bias: with 0, which it is at the capture, the result is right"
     yield supposed(absent, None)
     yield supposed(
-        "qq_bias is scaled as logits are: add it behind the scale. The result is right with scaled biases",
+        "qq_bias is scaled as logits are: add it after the scale. The result is right with scaled biases",
         bias * scales,
     )
     yield supposed(
@@ -76,7 +76,7 @@ def other_query_bias(e: Evidence) -> Iterator[Supposed]:
 def capped_query_bias(e: Evidence) -> Iterator[Supposed]:
     """The soft cap is applied to the sum of logit and bias."""
     yield Supposed(
-        "qq_bias is added before the soft cap, which is then applied to the sum: add it behind the cap. The result is "
+        "qq_bias is added before the soft cap, which is then applied to the sum: add it after the cap. The result is "
         "right for capped sums",
         replace(e.expected.data, capped_qq_bias=True), every_row=True,
     )  # fmt: skip

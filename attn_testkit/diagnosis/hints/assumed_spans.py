@@ -80,7 +80,7 @@ def other_spans(e: Evidence) -> Iterator[Supposed]:
         (
             changed(lambda span, prefix: (span[0] + prefix, span[1] + prefix)),
             "positions of spans are counted from the first row of the step, but those of mm_prefix_range count from "
-            "the request's first token. The result is right with each span as far behind as the prefix is long",
+            "the request's first token. The result is right with each span later by the length of the prefix",
         ),
         (
             [_merged(spans) for spans in own],
@@ -122,7 +122,7 @@ def _ended_by_tiles(e: Evidence) -> Iterator[Supposed]:
         end = -(-end // page) * page if pages else end
         kind = f"rows in tiles of {tile}" if tile > 1 else "rows"
         yield Supposed(
-            f"keys behind {'the last page of ' * pages}{'a tile' if tile > 1 else 'a row'} are left out before spans "
+            f"keys after {'the last page of ' * pages}{'a tile' if tile > 1 else 'a row'} are left out before spans "
             f"are looked at: the loop over keys, or a block mask, ends where it would for causal {kind}",
             replace(data, visible=data.visible & (data.key_positions[:, None] < end[:, :, None])),
             every_row=True,

@@ -64,12 +64,12 @@ def other_encoder_columns(e: Evidence) -> str:
         return ""
     longest, requests = max(each.encoder_len for each in e.step.requests), e.step.requests
     own, count = requests[attended.request].encoder_len, len(attended.wanted)
-    for first, where in ((0, "column 0"), (longest, f"column {longest}, behind the longest encoder")):
+    for first, where in ((0, "column 0"), (longest, f"column {longest}, after the longest encoder")):
         kept = frozenset(key for key in attended.wanted if first <= key < first + count)
         if first != own and attended.used & attended.wanted == kept and min(attended.used, default=first) >= first:
             return (
                 f"layers of the decoder's keys probably read req_to_token from {where}: the keys of request "
-                f"{attended.request} begin in column {own}, behind its own encoder_lens"
+                f"{attended.request} begin in column {own}, after its own encoder_lens"
             )
     return ""
 

@@ -48,6 +48,8 @@ class Hint:
     when: Callable[[Evidence], bool]
     silences: tuple[str | Level, ...]
     """Names or levels of hints that would guess at what this one knows, in addition to ``_SILENCED``."""
+    family: str = "softmax"
+    """Name of the family of layers whose failures it is about."""
 
     @property
     def name(self) -> str:
@@ -80,13 +82,20 @@ HINTS: dict[str, Hint] = {}
 
 
 def hint(
-    level: Level, *, when: Callable[[Evidence], bool] = lambda _: True, silences: tuple[str | Level, ...] = ()
+    level: Level,
+    *,
+    when: Callable[[Evidence], bool] = lambda _: True,
+    silences: tuple[str | Level, ...] = (),
+    family: str = "softmax",
 ) -> Callable[[Callable[[Evidence], Found]], Hint]:
-    """Turn a function into a hint and put it into ``HINTS``. ``when``: true if the hint may apply."""
+    """Turn a function into a hint and put it into ``HINTS``.
+
+    ``when``: true if the hint may apply. ``family``: the layers whose failures it is about.
+    """
 
     def made(find: Callable[[Evidence], Found]) -> Hint:
         assert find.__name__ not in HINTS, f"two hints are named {find.__name__}"
-        HINTS[find.__name__] = found = Hint(find, level, when, silences)
+        HINTS[find.__name__] = found = Hint(find, level, when, silences, family)
         return found
 
     return made

@@ -33,6 +33,7 @@ from ...cases.trees import Tree
 from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
 from ...steps.schedule import Request, Schedule, Step
+from .chunks import ChunkMistake
 
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
@@ -179,6 +180,8 @@ class StateStepData(StepData):
     """True: the state behind each row is stored, and read again for the next, as decode steps do."""
     asked_keys: torch.Tensor | None = None
     """[L, T, Hk, 2] int64, of exact data: the two channels that each row's query reads, of GDN and KDA."""
+    mistake: ChunkMistake | None = None
+    """Mistake of the backend whose answer is asked for; None: the right answer."""
 
     def path(self, request: int, rows: int) -> Sequence[int]:
         """Rows of a request that lead to what is behind ``rows`` of them, ascending; the last is row ``rows - 1``."""

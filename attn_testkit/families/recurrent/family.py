@@ -11,7 +11,7 @@ import torch
 from ...cases.trees import Tree
 from ...steps.data import StepData
 from ...steps.schedule import Schedule
-from ..family import Answer, Family, Supposition, Texts
+from ..family import Answer, Family, Question, Supposition, Texts
 from .data import StateStepData, layers, make_state_data
 from .memory import STATE_POOL
 from .recurrence import recur
@@ -126,6 +126,7 @@ RECURRENT = Family(
     texts=Texts(vocabulary=make_state_vocabulary, data=data_of_state_tokens),
     answer=answer,
     supposed=_supposed,
+    questions=frozenset({Question.NAMED_PATTERNS}),
     poisoned="slots of other owners and of fresh requests",
     reads="reads-own-state",
 )  # fmt: skip

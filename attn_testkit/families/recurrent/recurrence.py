@@ -21,6 +21,7 @@ import torch
 from ...contract import StateLayer
 from ...watches.signaling_nan import fill_with_signaling_nan
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF, rounding
+from .chunks import ChunkedStates
 from .data import StateStepData
 
 _WALKS = 2.0
@@ -137,6 +138,7 @@ def _loop(
         for each in (data.news, [end.request for end in data.ends], [end.rows for end in data.ends])
     )
     last, last_walk = state[:, owner], walk[:, owner]
+    chunks = None if data.mistake is None else ChunkedStates(data.mistake, state)
     behind: list[tuple[torch.Tensor, torch.Tensor]] = []
     for token in range(max(data.news, default=0)):
         if data.trees and token:
@@ -151,7 +153,13 @@ def _loop(
             name: value if value.shape[1] == 1 and name == "skip" else value[:, at]
             for name, value in vars(inputs).items()
         })  # fmt: skip
-        one = _step(state[:, who], walk[:, who], now, delta, products, data)
+        if chunks is not None:
+            state = chunks.begun(token, state)
+        one = _step(
+            state[:, who], walk[:, who], now, delta, products, data, None if chunks is None else chunks.unread(who)
+        )
+        if chunks is not None:
+            chunks.note(who, state[:, who] * now.decay[..., None, :], one[0], now.decay)
         state[:, who], walk[:, who], out[:, at], limit[:, at] = one
         if data.stored_each:
             stored = UNIT_ROUNDOFF[data.shape.dtype] * _norm(state)
@@ -159,18 +167,30 @@ def _loop(
         if data.trees:
             behind.append((state.clone(), walk.clone()))
         done = (rows == token + 1).nonzero()[:, 0]
-        last[:, done], last_walk[:, done] = state[:, owner[done]], walk[:, owner[done]]
+        ended = state if chunks is None else chunks.ended(state)
+        last[:, done], last_walk[:, done] = ended[:, owner[done]], walk[:, owner[done]]
     return out, limit, last, last_walk
 
 
 def _step(
-    state: torch.Tensor, walk: torch.Tensor, now: _Inputs, delta: bool, products: float, data: StateStepData
+    state: torch.Tensor,
+    walk: torch.Tensor,
+    now: _Inputs,
+    delta: bool,
+    products: float,
+    data: StateStepData,
+    unread: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token of some requests: state [L, b, Hv, V, K], walk [L, b, Hv, V] -> both after it, output, its limit."""
+    """One token of some requests: state [L, b, Hv, V, K], walk [L, b, Hv, V] -> both after it, output, its limit.
+
+    ``unread`` [L, b, Hv, V, K]: part of the state that the token does not read before it overwrites it; None: it reads
+    all of it.
+    """
     dim = state.shape[-1]
     state = state * now.decay[..., None, :]
     before = _norm(state)
-    read = (state @ now.k[..., None]).squeeze(-1) if delta else 0.0
+    readable = state if unread is None else state - unread * now.decay[..., None, :]
+    read = (readable @ now.k[..., None]).squeeze(-1) if delta else 0.0
     stored = now.beta * (now.v - read)
     state = state + stored[..., None] * now.k[..., None, :]
     k_norm, q_norm = _norm(now.k)[..., None], _norm(now.q)[..., None]

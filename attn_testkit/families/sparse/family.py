@@ -14,7 +14,7 @@ from ...cases.dimensions.window import WINDOW
 from ...steps.data import StepData, make_layers
 from ...steps.index_data import IndexData
 from ...steps.schedule import Schedule
-from ..family import Answer, Family, Supposition
+from ..family import Answer, Family, Question, Supposition
 from ..softmax import answer as softmax
 from ..softmax.packed_rows import misread_rows
 from .data import attended_by, make_sparse_data
@@ -27,15 +27,15 @@ _NOT_HERE = (WINDOW, GREEDY_LOOP)
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     """The answer for a step's numbers. The output of a row that selects no key may be any finite number."""
-    data = _with_selection(schedule, data)
+    data = with_selection(schedule, data)
     found = softmax.answer(schedule, data, given)
     assert data.allowed is not None
     empty = ~data.allowed.any(-1)[:, data.row_request, data.row_offset]
     return replace(found, limit=found.limit.masked_fill(empty[..., None, None], math.inf)) if empty.any() else found
 
 
-def _with_selection(schedule: Schedule, data: StepData) -> StepData:
-    """The data with the keys that each row attends: those that are given, or those of the best scores."""
+def with_selection(schedule: Schedule, data: StepData) -> StepData:
+    """Return the data with the keys that each row attends to: those that are given, or those of the best scores."""
     if not isinstance(data.index, IndexData):
         return data
     keys = best_keys(schedule, data, data.index)
@@ -61,7 +61,7 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
     yield "the keys of a row after its first -1 are not attended", keys.masked_fill((keys < 0).cumsum(-1) > 0, -1)
     behind = column > keys.argmax(-1, keepdim=True)
     yield (
-        "the keys of a row behind its largest index are not attended, as if indices ascended",
+        "the keys of a row after its largest index are not attended to, as if indices ascended",
         keys.masked_fill(behind, -1),
     )
     wide = max(_TILE, selection.topk // _TILES)
@@ -91,7 +91,7 @@ def _counted_zeros(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
 
 
 def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
-    data = _with_selection(schedule, data)
+    data = with_selection(schedule, data)
     allowed = data.allowed
     assert allowed is not None
     visible = data.visible.expand_as(allowed)
@@ -134,4 +134,5 @@ SPARSE = Family(
     unread="keys that no row selects",
     with_unread_finite=lambda step: replace(step, index=0, part_of=None),
     counts_keys=True,
+    questions=frozenset({Question.ATTENDED_KEYS, Question.NAMED_PATTERNS}),
 )

@@ -25,7 +25,7 @@ _POSITIONS_AS_SLOTS = (
 _SLOTS_AS_POSITIONS = "indices are looked up in the request table as if they were positions, but they are slots already"
 _OF_NEIGHBOR = "a row uses the selection of the row {} it"
 _NOT_CLIPPED = (
-    "lengths are not clipped to top-k: a row walks as many indices as it has keys, and those behind its {topk} are the "
+    "lengths are not clipped to top-k: a row walks as many indices as it has keys, and those after its {topk} are the "
     "next row's"
 )
 _FIRST_KEY = "-1 in a row of `selected` is attended as {name} 0"

@@ -102,7 +102,7 @@ def _with_rows(step: Step) -> list[int]:
 
 
 def with_other_requests(case: Case, step: Step) -> list[Step]:
-    """Every request of a step that has rows once more: one by itself, the others in twos, fours, eights and so on.
+    """Steps that repeat each request that has rows: one by itself, the others in groups of two, four, eight and so on.
 
     So most of them cross the batch size at which a backend changes its path (pegainfer #623: more than 32).
     """

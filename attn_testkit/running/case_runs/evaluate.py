@@ -23,7 +23,7 @@ from ...checks.sameness import batch_invariant, mode_invariant, repeatable
 from ...checks.states import state_margin
 from ...checks.step import evaluate_step
 from ...contract import Capabilities, Execution, ForwardMode
-from ...diagnosis.raised import explain_raised
+from ...diagnosis.raised import explain_freed, explain_raised
 from ...diagnosis.rerun import Rerunner, TimeUp
 from ...diagnosis.root_cause import explain_numeric, name_check
 from ...diagnosis.strided_heads import blame_strided_heads
@@ -170,6 +170,8 @@ def _with_cause(
         finding = _with_hint(finding, blame_strided_heads(rerunner, schedule_for(case, declared)))
     if finding.check == "completes" and outcome.record.stage < Stage.COMPLETED:
         finding = _with_hint(finding, explain_raised(rerunner, schedule_for(case, declared), in_graph=in_graph))
+    if finding.check == "addresses-stable" and outcome.record.stage < Stage.COMPLETED:
+        finding = _with_hint(finding, explain_freed(rerunner, schedule_for(case, declared)))
     return finding
 
 

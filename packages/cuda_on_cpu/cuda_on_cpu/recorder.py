@@ -60,6 +60,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, session: Session) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.session = session
+        self._inside = False
+        """True while the kernel of a custom operation runs, whose operations are seen."""
 
     supports_higher_order_operators = True
 
@@ -100,6 +102,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watch(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func` and see every operation below it."""
+        if (
+            self._inside
+        ):  # it sees them already; seen twice, a quicker kernel's own operations would be taken for theirs
+            return func(*args, **kwargs)
         push_mode(self)
         try:
             return func(*args, **kwargs)
@@ -184,8 +190,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _look_inside(self, operation: Operation) -> Any:
         """Run the kernel of a custom operation so that torch operations inside it are seen."""
-        with self.session.function_mode, self:
-            result = private.run_kernel(operation.func, operation.args, operation.kwargs)
+        outer, self._inside = self._inside, True
+        try:
+            with self.session.function_mode, self:
+                result = private.run_kernel(operation.func, operation.args, operation.kwargs)
+        finally:
+            self._inside = outer
         operation.keys = [storage_key(tensor) for tensor in operation.tensors]  # it may have given them other memory
         return result
 

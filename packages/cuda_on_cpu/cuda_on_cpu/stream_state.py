@@ -53,7 +53,7 @@ class CaptureStreams:
             self._joined.append((stream, site))
 
     def unjoined(self) -> Site | None:
-        """Place where the first side stream joined whose work the origin never waited for; None if there is none."""
+        """Place where a side stream joined the capture, of the first stream for whose work the origin never waited."""
         for stream, site in self._joined:
             if stream.seen.get(stream.cuda_stream, 0) > self.origin.seen.get(stream.cuda_stream, 0):
                 return site

@@ -140,7 +140,7 @@ def _as_pointers(ptr: Any, pointers: Any) -> Any:
 
 
 def _base_of(ptr: Any) -> int | None:
-    """The pointer that the kernel was given, of one that was computed from it; of a single one that is new, itself."""
+    """Argument of the kernel from which ``ptr`` was computed; ``ptr`` itself if it is a single new pointer."""
     base: int | None = getattr(ptr, "base", None)
     return int(ptr.data.reshape(-1).view(np.int64)[0]) if base is None and ptr.data.size == 1 else base
 

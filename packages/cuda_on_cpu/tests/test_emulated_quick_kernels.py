@@ -203,3 +203,21 @@ def test_a_replay_picks_the_rows_that_stand_there_then():
         places.fill_(64)
         with pytest.raises(IndexError):
             graph.replay()
+
+
+def test_inside_a_custom_operation_they_are_not_taken_for_its_operations() -> None:
+    """Their table of all FP8 numbers lies on the host, and was refused as a mixture of host and device memory."""
+
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        return x.view(torch.float8_e4m3fn).float()
+
+    library = torch.library.Library("quick_kernels_of_tests", "FRAGMENT")
+    library.define("widened(Tensor x) -> Tensor")
+    library.impl("widened", widened, "CompositeImplicitAutograd")
+    with emulated_cuda(), torch.inference_mode():
+        x = EVERY_FP8.cuda()
+        torch.cuda.Stream().synchronize()  # from here on the order of streams is kept
+        torch.cuda.set_sync_debug_mode("error")
+        found = torch.ops.quick_kernels_of_tests.widened(x)
+        torch.cuda.set_sync_debug_mode("default")
+        same(found.cpu(), EVERY_FP8.view(torch.float8_e4m3fn).float())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
@@ -182,6 +184,30 @@ class GraphKeyMissingQueryLen(PlannedBackend):
     def views(self, batch: ForwardBatch) -> Metadata:
         known = [meta for (_, bs), meta in self.graphs.items() if bs == batch.batch_size]
         return known[0] if known else super().views(batch)
+
+
+@fault(
+    "general (graphs of two modes under one key)",
+    "addresses-stable",
+    "graphs of two modes share it",
+    executions="graph",
+)
+class MetadataOfTheModeCapturedLast(PlannedBackend):
+    """Metadata are allocated for each capture and kept by batch size: those of one mode replace those of another."""
+
+    def key(self, batch: ForwardBatch) -> tuple[ForwardMode, int]:
+        return ForwardMode.DECODE, batch.batch_size
+
+    def views(self, batch: ForwardBatch) -> Metadata:
+        whole = super().views(batch)
+        return replace(
+            whole,
+            page_table=whole.page_table.clone(),
+            kv_lens=whole.kv_lens.clone(),
+            cu_seqlens_q=whole.cu_seqlens_q.clone(),
+            chunk=whole.chunk.clone(),
+            slots=whole.slots.clone(),
+        )
 
 
 @fault("lmdeploy #3372, #4005", "replay-follows-batch writes-own-kv padding-inert", executions="graph")

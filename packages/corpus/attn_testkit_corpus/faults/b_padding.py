@@ -292,3 +292,19 @@ class StaleRequestStateFakesPrefill(PlannedBackend):
         seen = super().visible(meta, layer, position)
         stored = self.index[: seen.shape[-1]] < (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None, None]
         return seen & (stored | ~self.multi_mode) if self.in_graph else seen
+
+
+@fault(
+    "general (a row of padding that is stored somewhere harmless)",
+    "completes replay-follows-batch padding-inert",
+    "padded requests cause it",
+    modes="decode",
+    executions="graph",
+)
+class PaddedRowsStoreInRow0(PlannedBackend):
+    """The program of a padded row, which has slot 0, stores its result in row 0 of the output."""
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        from .rows_in_turn import copied_by_slot
+
+        return copied_by_slot(super().attend(q, layer, meta), meta.slots)

@@ -252,3 +252,21 @@ class KernelIgnoresCurrentStream(PlannedBackend):
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         with torch.cuda.stream(self.found):
             return super().attend(q, layer, meta)
+
+
+@fault(
+    "general (counters that only the plan of an eager step clears)",
+    "replay-follows-batch buckets-independent output-written",
+    "and layers share it: .*self.counters",
+    executions="graph",
+)
+class CountersLeftToTheNextLayer(CountingBackend):
+    """The host clears the counters in front of each launch, which a graph does not record; all layers use them."""
+
+    def counters_of(self, bs: int) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            self.counters.zero_()
+        return super().counters_of(bs)
+
+    def reset(self, counters: torch.Tensor) -> None:
+        """Nothing."""

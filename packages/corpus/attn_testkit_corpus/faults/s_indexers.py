@@ -305,6 +305,7 @@ class FusedIndexerScoresAreZero(FusedIndexer):
 @fault(
     "general; a fused kernel without a barrier between the store of index keys and their scores",
     "matches-oracle finite",
+    "scored before they are stored",
     modes=INDEX_MODES,
     modelled="upstream a race; here the store always comes too late",
 )
@@ -453,6 +454,7 @@ class IndexerRowsBehind2GiB(IndexerParent):
 @fault(
     "sglang #36807; vLLM #52149 (of 16,384, for more than 32 rows)",
     _BEST,
+    "late ones of one bin",
     modes="decode extend",
     slug="indexer-bin-of-4096",
 )

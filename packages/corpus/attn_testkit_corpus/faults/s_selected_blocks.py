@@ -11,7 +11,9 @@ from .sparse import SparseBlocks
 
 
 @fault(
-    "general; fla-org/native-sparse-attention (block_indices times block_size)", "reads-own-kv matches-oracle finite"
+    "general; fla-org/native-sparse-attention (block_indices times block_size)",
+    "reads-own-kv matches-oracle finite",
+    "numbers of blocks are multiplied by another number",
 )
 class BlockTakenForItsFirstKey(SparseBlocks):
     """The number of a block is used as the place of its first key."""
@@ -35,6 +37,7 @@ class OwnBlockNotCutOff(SparseBlocks):
 @fault(
     "general; lucidrains/native-sparse-attention-pytorch #18 (an index out of range)",
     "matches-oracle reads-own-kv finite",
+    "loaded as block 0",
 )
 class BlockZeroForMinusOne(SparseBlocks):
     """An index of -1 is clamped to block 0, and the block is attended once more for each."""
@@ -58,7 +61,11 @@ class OwnBlockLeftOut(SparseBlocks):
         return there & (keys[..., -1:] < seen[:, None, None])
 
 
-@fault("general; kernels whose block size is a constant", "matches-oracle reads-own-kv finite")
+@fault(
+    "general; kernels whose block size is a constant",
+    "matches-oracle reads-own-kv finite",
+    "numbers of blocks are multiplied by another number",
+)
 class BlocksOfAnotherSize(SparseBlocks):
     """The kernel has blocks half as large as those that were selected."""
 

@@ -60,6 +60,7 @@ class OneSelectionPerRequest(SparseParent):
 @fault(
     "sglang #32762",
     "matches-oracle",
+    "expected the selected .*(?s:.*)selection of the row before it",
     modelled="upstream rows are padded before the indexer and not after it, so that later rows are shifted",
 )
 class SelectionOfTheRowBefore(SparseParent):
@@ -71,7 +72,9 @@ class SelectionOfTheRowBefore(SparseParent):
         return torch.where(shifted < self.keys_seen(selected, plan)[:, None], shifted, -1)
 
 
-@fault("general; sglang (PAGED and RAGGED top-k)", "reads-own-kv matches-oracle finite")
+@fault(
+    "general; sglang (PAGED and RAGGED top-k)", "reads-own-kv matches-oracle finite", "taken for slots|used as slots"
+)
 class PositionsTakenForSlots(SparseParent):
     """The page table is left out: an index is used as a slot."""
 
@@ -82,6 +85,7 @@ class PositionsTakenForSlots(SparseParent):
 @fault(
     "general; sglang (PAGED and RAGGED top-k), zml #808",
     "matches-oracle finite reads-own-kv",
+    "taken for positions|as if they were positions",
     modes="decode target-verify draft-extend draft-extend-v2 extend",
 )
 class SlotsTakenForPositions(SparseParent):
@@ -103,6 +107,7 @@ class SlotsTakenForPositions(SparseParent):
 @fault(
     "general; sglang (dsa_cache_seqlens_int32, which is min(keys, top-k)), sglang #31128",
     "matches-oracle reads-own-kv finite",
+    "as many entries as it may see keys|not clipped to top-k",
 )
 class LengthsNotClippedToTopK(SparseParent):
     """A row walks as many indices as it may see keys, so those of the next rows are attended too."""

@@ -138,7 +138,7 @@ class StateParent(StateBackend):
         """Copy window and state behind token number ``token`` of each request to other slots. Nothing here."""
 
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
-        """Write window and state behind node ``token`` of each draft to the scratch."""
+        """Write window and state after node ``token`` of each draft to the scratch."""
         windows, states = self.scratch(layer)
         windows[: len(window), token], states[: len(state), token] = window, state.to(states.dtype)
 
@@ -157,7 +157,7 @@ class StateParent(StateBackend):
         return steps.long()
 
     def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
-        """Copy what is behind node ``steps`` of each request to its slot ``index`` [bs] int64."""
+        """Copy what is after node ``steps`` of each request to its slot ``index`` [bs] int64."""
         stays, index = (steps >= 0) & (index > 0), index.clamp(min=0)
         rows = scratch[torch.arange(len(steps), device=steps.device), steps.clamp(min=0)]
         pool[index] = torch.where(stays.view(-1, *[1] * (rows.dim() - 1)), rows, pool[index])

@@ -62,7 +62,7 @@ class SlotsParent(StateParent):
         return counts.long() - 1
 
     def first_column(self, taken: torch.Tensor) -> torch.Tensor:
-        """[bs] int64: column of the first slot's window, at which that before the step begins."""
+        """[bs] int64: first column of the window before the step, in the window of each request's first slot."""
         return taken
 
     @override
@@ -77,7 +77,7 @@ class SlotsParent(StateParent):
 
     @override
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
-        """Write the state behind node ``token`` to its slot, and the window behind it to its columns."""
+        """Write the state after node ``token`` to its slot, and the window behind it to its columns."""
         conv, temporal = self.pools(layer)
         self.store(temporal, state, self.slot_of(token))
         self.store(conv[..., token : token + window.shape[-1]], window, self.index)

@@ -63,7 +63,7 @@ ENDINGS = {
     "sends-an-empty-answer": "the process spoke for itself: it sent a RunRecord, which is not an answer",
     "sends-code-to-the-judge": "the process spoke for itself: it sent posix._exit",
 }
-"""What stops those that others could take for luck."""
+"""Adversarial backend -> text that proves what stopped it, where a failure could also be luck."""
 
 
 def test_each_says_what_it_tries() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,30 +19,18 @@ import torch
 from attn_testkit.backends.vendor.provider import swapped
 
 from . import paged_attention as paged
+from .flashinfer_checks import DECODE_PLAN, DECODE_RUN, MERGE, PREFILL_PLAN
+from .refusals import refuse
 
 _CAUSAL, _CUSTOM = 1, 2  # flashinfer.utils.MaskMode; checked in _compiled()
-_MOST_THREADS = 1024
-_GROUP_SIZES = (1, 2, 3, 4, 6, 8, 16)  # DISPATCH_GQA_GROUP_SIZE of the kernels without tensor cores
-
-
-def _int32(name: str, *tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.dtype != torch.int32:
-            # The error of TVM_FFI_ICHECK_EQ.
-            raise RuntimeError(f"Inconsistency of Tensor type: {name} is {tensor.dtype}, the kernel reads torch.int32")
-
-
-def _grown(name: str, indptr: torch.Tensor) -> None:
-    steps = indptr[1:] - indptr[:-1]
-    if bool((steps < 0).any()):
-        raise RuntimeError(f"{name} decreases: {indptr.tolist()}")
 
 
 def _leave(int_workspace: torch.Tensor, *parts: torch.Tensor) -> list[int]:
     """Write int32 host tensors into the int workspace, one after another; returns where each begins and ends."""
     whole = torch.cat([part.to(torch.int32) for part in parts])
     if whole.numel() * 4 > int_workspace.numel():
-        raise RuntimeError(f"the int workspace has {int_workspace.numel()} bytes, the plan needs {whole.numel() * 4}")
+        # Of AlignedAllocator (allocator.h). The kernel's plan is larger than this one.
+        raise RuntimeError(f"Buffer overflow when allocating memory for a plan with size {whole.numel() * 4}")
     int_workspace[: whole.numel() * 4].copy_(whole.view(torch.uint8))
     ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
     return [0, *ends]
@@ -57,12 +46,7 @@ def _decode_plan(
     batch_size: int, num_qo_heads: int, num_kv_heads: int, page_size: int, graph: bool, window_left: int,
     soft_cap: float, head_dim_qk: int, head_dim_vo: int, empty_q: torch.Tensor, empty_kv: torch.Tensor,
 ) -> list[int]:  # fmt: skip
-    _int32("indptr", indptr)
-    _grown("indptr", indptr)
-    if head_dim_qk != head_dim_vo:
-        raise RuntimeError("CUDA cores template only supports equal head dim for QK and VO")
-    if num_qo_heads // num_kv_heads not in _GROUP_SIZES:
-        raise RuntimeError(f"Unsupported group_size: {num_qo_heads // num_kv_heads}")
+    refuse(DECODE_PLAN, indptr=indptr, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
     return _leave(int_workspace, (indptr[1:] - indptr[:-1]) * page_size)
 
 
@@ -73,9 +57,7 @@ def _decode_run(
     out: torch.Tensor, lse: torch.Tensor | None, layout: int, window_left: int, enable_pdl: bool,
     alibi: torch.Tensor | None, soft_cap: float, sm_scale: float, rope_scale: float, rope_theta: float,
 ) -> None:  # fmt: skip
-    _int32("paged_kv", indptr, indices, last_page)
-    if k_cache.stride() != v_cache.stride():
-        raise RuntimeError(f"K/V strides differ: {k_cache.stride()} and {v_cache.stride()}")
+    refuse(DECODE_RUN, indptr=indptr, indices=indices, last_page=last_page, k=k_cache, v=v_cache)
     (planned,) = _found(int_workspace, plan_info)
     one = torch.ones_like(last_page)
     qo_indptr = torch.arange(q.shape[0] + 1, device=q.device)
@@ -92,11 +74,9 @@ def _prefill_plan(
     num_kv_heads: int, page_size: int, graph: bool, head_dim_qk: int, head_dim_vo: int, causal: bool, window_left: int,
     fixed_split_size: int, disable_split_kv: bool, colocated_ctas: int = 0, uniform_q_len: int = 0,
 ) -> list[int]:  # fmt: skip
-    if num_qo_heads % num_kv_heads:
-        raise RuntimeError(f"num_qo_heads {num_qo_heads} should be divisible by num_kv_heads {num_kv_heads}")
-    _int32("qo_indptr, kv_indptr", qo_indptr, kv_indptr)
-    _grown("qo_indptr", qo_indptr)
-    _grown("kv_indptr", kv_indptr)
+    refuse(
+        PREFILL_PLAN, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, qo_indptr=qo_indptr, kv_indptr=kv_indptr
+    )  # fmt: skip
     return _leave(int_workspace, qo_indptr[1:] - qo_indptr[:-1], (kv_indptr[1:] - kv_indptr[:-1]) * page_size)
 
 
@@ -109,7 +89,7 @@ def _prefill_run(
     alibi: torch.Tensor | None, prefix_len: torch.Tensor | None, token_pos: torch.Tensor | None,
     max_item_len: torch.Tensor | None, soft_cap: float, sm_scale: float, *others: Any,
 ) -> None:  # fmt: skip
-    _int32("paged_kv", indptr, indices, last_page)
+    qo_indptr, indices, last_page = (_read_as(indptr, each) for each in (qo_indptr, indices, last_page))
     planned_q, planned_kv = _found(int_workspace, plan_info)
     _attend_pages(
         q, k_cache, v_cache, qo_indptr, indptr, indices, last_page, out, lse, layout == 1, planned_q=planned_q,
@@ -129,7 +109,7 @@ def _ragged_run(
     soft_cap: float, sm_scale: float, *others: Any,
 ) -> None:  # fmt: skip
     """Keys [S, Hk, D] one request behind the other: pages of one slot, in order."""
-    _int32("ragged_kv", qo_indptr, kv_indptr)
+    qo_indptr = _read_as(kv_indptr, qo_indptr)
     planned_q, planned_kv = _found(int_workspace, plan_info)
     if layout == 1:
         raise NotImplementedError("the fake of the ragged wrapper knows layout NHD, not HND")
@@ -140,6 +120,25 @@ def _ragged_run(
         round_to=q.dtype, causal=mask_mode == _CAUSAL,
         mask=(custom_mask, mask_indptr) if mask_mode == _CUSTOM else None,
     )  # fmt: skip
+
+
+def _read_as(like: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers as a kernel reads them that was compiled for the dtype of ``like``: others are misread, not refused."""
+    if numbers.dtype == like.dtype:
+        return numbers
+    if numbers.dtype.itemsize < like.dtype.itemsize:
+        raise NotImplementedError(f"{numbers.dtype} read as {like.dtype}: the kernel reads past the end")
+    return numbers.contiguous().view(like.dtype)[: len(numbers)]
+
+
+def _of_pages(cache: torch.Tensor, page_size: int) -> torch.Tensor:
+    """A latent cache as the kernel addresses it: slots of the plan's pages, by the strides of the cache it is given."""
+    if cache.shape[1] == page_size:
+        return cache
+    page, slot, *inner = cache.stride()
+    room = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
+    pages = max((room - (page_size - 1) * slot - cache.shape[-1]) // page + 1, 0)
+    return cache.as_strided((min(pages, cache.shape[0]), page_size, cache.shape[-1]), (page, slot, *inner))
 
 
 def _attend_pages(
@@ -180,8 +179,6 @@ def _mla_plan(
     float_workspace: torch.Tensor, int_workspace: torch.Tensor, pinned: torch.Tensor, qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor, kv_len: torch.Tensor, num_heads: int, head_dim_o: int, causal: bool,
 ) -> list[int]:  # fmt: skip
-    _int32("qo_indptr, kv_indptr, kv_len", qo_indptr, kv_indptr, kv_len)
-    _grown("qo_indptr", qo_indptr)
     # Two blocks share the rows of a request if there are many: the grid has another shape then.
     cluster = 2 if int(qo_indptr[-1]) * num_heads // kv_len.shape[0] > 64 else 1
     return [cluster, *_leave(int_workspace, qo_indptr, kv_indptr, kv_len, torch.tensor([cluster]))]
@@ -193,12 +190,9 @@ def _mla_run(
     lse: torch.Tensor | None, mask_mode: int, num_heads: int, page_size: int, sm_scale: float, base_e: bool,
     ckv_scale: float, kpe_scale: float, ckv_scale_arr: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    _int32("kv_indices", kv_indices)
     if ckv_scale_arr is not None:
         raise NotImplementedError("the fake of MLA knows no per-block scales")
-    if ckv_cache.shape[1] != page_size:
-        # The kernel counts in pages of the plan, and steps by the stride of the cache that the run is given.
-        raise RuntimeError(f"planned for pages of {page_size} slots, and run with pages of {ckv_cache.shape[1]}")
+    ckv_cache, kpe_cache = (_of_pages(cache, page_size) for cache in (ckv_cache, kpe_cache))
     # The kernel reads lengths and offsets from the plan, not from the caller's buffers.
     qo_indptr, kv_indptr, kv_lens, cluster = _found(int_workspace, plan_info[1:])
     rows = paged.rows_of_requests(qo_indptr, q_nope.shape[0])
@@ -297,23 +291,30 @@ def _planning_in_torch(original: Any, **more: Any) -> type:
     return type(f"Fake{original.__name__}", (original,), names)
 
 
-def merge_state(
-    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flashinfer.merge_state``, whose log-sum-exps are in base 2: empty states have weight 0, both together too.
-
-    Raises what the package raises if the heads of a row are more threads than a block has (``MergeState``,
-    cascade.cuh).
-    """
-    dim = v_a.shape[-1]
-    if v_a.shape[1] * (dim // max(16 // v_a.element_size(), dim // 32)) > _MOST_THREADS:
-        raise RuntimeError("MergeState kernel launch failed: invalid argument")
-    s_a, s_b = s_a.float(), s_b.float()
+def _merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor, v_merged: torch.Tensor,
+    s_merged: torch.Tensor,
+) -> None:  # fmt: skip
+    """States whose log-sum-exps are in base 2, merged; empty states have weight 0, both together too."""
+    refuse(MERGE, v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     top = torch.maximum(s_a, s_b)
     weight_a, weight_b = (torch.exp2(torch.where(s == -torch.inf, s, s - top)) for s in (s_a, s_b))
     total = weight_a + weight_b
     merged = (v_a.float() * weight_a[..., None] + v_b.float() * weight_b[..., None]) / total.clamp(min=1e-38)[..., None]
-    return merged.to(v_a.dtype), top + total.log2()
+    v_merged.copy_(merged.to(v_a.dtype))
+    s_merged.copy_(top + total.log2())
+
+
+def make_merge_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``flashinfer.merge_state`` over a compiled module that computes in torch."""
+    fakes = {"flashinfer.cascade:get_cascade_module": lambda: SimpleNamespace(merge_state=_merge_state)}
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with swapped(fakes):
+            return original(*args, **kwargs)
+
+    return call
 
 
 def make_paged_wrapper(original: type) -> type:

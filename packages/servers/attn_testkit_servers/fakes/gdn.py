@@ -1,14 +1,19 @@
 """Fakes of FlashInfer's kernels of the gated delta rule, ``flashinfer.gdn_decode`` and ``flashinfer.gdn_prefill``.
 
-On SM90 the package compiles them with CuTe DSL. ``flashinfer.gdn_prefill`` does not import without it, so its fake is
-bound to the signature in the package's source.
+On SM90 the package compiles them with CuTe DSL. The package's Python of ``gdn_decode`` runs, with its checks, over
+kernels in torch. ``flashinfer.gdn_prefill`` does not import without CuTe DSL, so its fake is bound to the signature in
+the package's source, and its checks are not the package's.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from attn_testkit.backends.vendor.provider import swapped
 
 
 def _token(
@@ -46,17 +51,6 @@ def _tokens(
     return behind, torch.stack(read, 1)
 
 
-def _pool_of(
-    state: torch.Tensor | None, initial_state: torch.Tensor | None, indices: torch.Tensor | None, requests: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pool [slots, HV, V, K] and index of each request. A state without a pool has a slot for each request."""
-    if initial_state is not None:
-        assert indices is not None, "initial_state and initial_state_indices must be provided together"
-        return initial_state, indices.long()
-    assert state is not None, "Either state or initial_state must be provided"
-    return state, torch.arange(requests, device=state.device)
-
-
 def _store(pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
     """Store rows in the slots of an index from 0 on; the first slot gets back what it holds otherwise."""
     live = index >= 0
@@ -64,73 +58,110 @@ def _store(pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
     pool.index_put_((index,), torch.where(live, rows.to(pool.dtype), pool[index]))
 
 
-def decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor | None, A_log: torch.Tensor,
-    a: torch.Tensor, dt_bias: torch.Tensor, b: torch.Tensor, scale: float | None, output: torch.Tensor | None,
-    use_qk_l2norm: bool, initial_state: torch.Tensor | None, initial_state_indices: torch.Tensor | None,
-    output_state_indices: torch.Tensor | None, intermediate_states_buffer: torch.Tensor | None,
-    disable_state_update: bool, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``gated_delta_rule_decode_pretranspose``. An index of -1 is slot 0 for bf16 states, and skipped for fp32 ones."""
-    assert output is None, "the fake allocates its output"
-    assert output_state_indices is None, "the fake writes the slot that it reads"
-    requests, tokens, _, width = q.shape
-    if tokens == 1 and (intermediate_states_buffer is not None or disable_state_update):
-        raise ValueError("intermediate_states_buffer and disable_state_update are supported only for T > 1")
-    pool, index = _pool_of(state, initial_state, initial_state_indices, requests)
-    half = pool.dtype == torch.bfloat16 and width == v.shape[-1] == 128
-    if half:
-        index = index.clamp(min=0)
-    elif tokens > 1:
-        assert initial_state is not None, "fp32 states with T > 1 need initial_state"
-        assert initial_state_indices is not None
-        return verify(
-            q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, scale, output,
-            intermediate_states_buffer, None, disable_state_update, use_qk_l2norm,
-        )  # fmt: skip
-    assert pool.dtype == torch.bfloat16 or (pool.dtype == torch.float32 and min(width, v.shape[-1]) >= 128)
-    behind, read = _tokens(
-        pool[index.clamp(min=0)].float(), q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm
-    )  # fmt: skip
-    if intermediate_states_buffer is not None:
-        assert len(intermediate_states_buffer) == requests, "intermediate_states_buffer dim 0 must equal batch size"
-        intermediate_states_buffer[:, :tokens] = torch.stack(behind, 1).to(pool.dtype)
-    if not disable_state_update:
-        _store(pool, behind[-1], index)
-    read = read.masked_fill((index < 0)[:, None, None, None], 0.0)
-    return read.bfloat16().to(q.dtype), pool
-
-
-def verify(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torch.Tensor,
-    initial_state_indices: torch.Tensor, A_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor,
-    b: torch.Tensor, scale: float | None, output: torch.Tensor | None,
-    intermediate_states_buffer: torch.Tensor | None, ssm_state_indices: torch.Tensor | None,
-    disable_state_update: bool | None, use_qk_l2norm: bool, *further: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``gated_delta_rule_mtp``: states in float32, behind each token in a buffer, or in slots of the pool."""
-    assert not any(each is not None and each is not False for each in further), "the fake has no such argument"
+def _half_states(
+    *, A_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    b: torch.Tensor, initial_state_source: torch.Tensor, initial_state_indices: torch.Tensor,
+    output_state_indices: torch.Tensor | None, use_qk_l2norm_in_kernel: bool, scale: float,
+    output: torch.Tensor | None, intermediate_states_buffer: torch.Tensor | None = None,
+    disable_state_update: bool = False, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """The kernels for states in bf16, which write in bf16 and take slot 0 for an index of -1."""
     requests, tokens = q.shape[:2]
-    assert initial_state.dtype == torch.float32, f"initial_state must be float32, got {initial_state.dtype}"
-    index = initial_state_indices.long()
-    behind, read = _tokens(
-        initial_state[index.clamp(min=0)], q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm
-    )  # fmt: skip
-    live = index >= 0
     if intermediate_states_buffer is not None:
-        assert intermediate_states_buffer.is_contiguous(), "intermediate_states_buffer must be contiguous"
-        kept, new = intermediate_states_buffer[:requests, :tokens], torch.stack(behind, 1)
-        kept.copy_(torch.where(live.view(-1, 1, 1, 1, 1), new, kept))
+        # Checked by the Python around the kernel (gdn_decode_bf16_state.py), which does not import without CuTe DSL.
+        assert len(intermediate_states_buffer) == requests, "intermediate_states_buffer dim 0 must equal batch size"
+        assert intermediate_states_buffer.dtype == torch.bfloat16
+    index = initial_state_indices.long().clamp(min=0)
+    behind, read = _tokens(
+        initial_state_source[index].float(), q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm_in_kernel
+    )  # fmt: skip
+    if intermediate_states_buffer is not None:
+        intermediate_states_buffer[:, :tokens] = torch.stack(behind, 1).to(torch.bfloat16)
+    if not disable_state_update:
+        _store(initial_state_source, behind[-1], _written(index, output_state_indices).clamp(min=0))
+    out = torch.empty_like(read, dtype=torch.bfloat16) if output is None else output
+    return out.copy_(read)
+
+
+def _written(index: torch.Tensor, output_state_indices: torch.Tensor | None) -> torch.Tensor:
+    return index if output_state_indices is None else output_state_indices.long()
+
+
+def _one_token(
+    h0_source: torch.Tensor, A_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, b: torch.Tensor, output: torch.Tensor, requests: int, tokens: int, heads: int,
+    v_heads: int, k_dim: int, v_dim: int, scale: float, use_qk_l2norm: bool, *, use_pool_indexing: bool,
+    initial_state_indices: torch.Tensor | None, output_state_indices: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """The kernel for states in fp32 and one token; a request with an index of -1 is skipped and reads zeros."""
+    pool, index = h0_source, initial_state_indices
+    if not use_pool_indexing or index is None:
+        pool, index = h0_source.view(requests, v_heads, v_dim, k_dim), torch.arange(requests, device=q.device)
+    index = index.long()
+    behind, read = _tokens(pool[index.clamp(min=0)], q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm)
+    _store(pool, behind[-1], torch.where(index < 0, -1, _written(index, output_state_indices)))
+    output.copy_(read.masked_fill((index < 0)[:, None, None, None], 0.0))
+
+
+def _several_tokens(
+    h0_source: torch.Tensor, intermediate_states: torch.Tensor, A_log: torch.Tensor, a: torch.Tensor,
+    dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor, output: torch.Tensor,
+    initial_state_indices: torch.Tensor, requests: int, tokens: int, heads: int, v_heads: int, k_dim: int, v_dim: int,
+    pool_size: int, cache_steps: int, tile_v: int, vec_size: int, scale: float, use_qk_l2norm: bool,
+    disable_state_update: bool, cache_intermediate_states: bool, *, ssm_state_indices: torch.Tensor | None,
+    output_state_indices: torch.Tensor | None, cache_replayssm: bool, **_: Any,
+) -> None:  # fmt: skip
+    """The kernel for states in fp32 and drafts: states behind each token in a buffer, or in slots of the pool."""
+    assert not cache_replayssm, "the fake has no ReplaySSM"
+    pool = h0_source.view(pool_size, v_heads, v_dim, k_dim)
+    index = initial_state_indices.long()
+    behind, read = _tokens(pool[index.clamp(min=0)], q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm)
+    live = index >= 0
+    if cache_intermediate_states:
+        kept = intermediate_states.view(-1, cache_steps, v_heads, v_dim, k_dim)[:requests, :tokens]
+        kept.copy_(torch.where(live.view(-1, 1, 1, 1, 1), torch.stack(behind, 1), kept))
     if ssm_state_indices is not None:
-        assert intermediate_states_buffer is None, "ssm_state_indices and intermediate_states_buffer exclude each other"
-        assert disable_state_update is False, "ssm_state_indices needs state updates"
-        assert tokens >= 2, "ssm_state_indices requires T >= 2"
         for token, state in enumerate(behind):
-            _store(initial_state, state, torch.where(live, ssm_state_indices[:, token].long(), -1))
-    elif disable_state_update is False:
-        _store(initial_state, behind[-1], index)
-    read = read.masked_fill(~live[:, None, None, None], 0.0)
-    return read.bfloat16().to(q.dtype), initial_state
+            _store(pool, state, torch.where(live, ssm_state_indices[:, token].long(), -1))
+    elif not disable_state_update:
+        _store(pool, behind[-1], torch.where(live, _written(index, output_state_indices), -1))
+    output.copy_(read.masked_fill(~live[:, None, None, None], 0.0))
+
+
+_TILE = 8
+"""Columns that the real tile is a multiple of: the package's Python asks it only whether a width can be divided."""
+
+
+def _over_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``flashinfer.gdn_decode`` over kernels that compute in torch."""
+    module = "flashinfer.gdn_decode"
+    fakes = {
+        f"{module}:_gated_delta_rule_bf16_state": _half_states,
+        f"{module}:_gated_delta_rule_bf16_state_mtp": _half_states,
+        f"{module}:_GDN_DECODE_BF16_STATE_AVAILABLE": True,
+        f"{module}:_CAKE_GDN_AVAILABLE": False,
+        f"{module}:run_pretranspose_decode": _one_token,
+        f"{module}:run_mtp_decode": _several_tokens,
+        f"{module}:get_tile_v_mtp": lambda *_, **__: _TILE,
+        f"{module}:get_vec_size_mtp": lambda *_, **__: _TILE,
+    }
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with swapped(fakes):
+            return original(*args, **kwargs)
+
+    return call
+
+
+def make_decode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``gated_delta_rule_decode_pretranspose`` over kernels that compute in torch."""
+    return _over_kernels(original)
+
+
+def make_verify(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``gated_delta_rule_mtp`` over kernels that compute in torch."""
+    return _over_kernels(original)
 
 
 def prefill(

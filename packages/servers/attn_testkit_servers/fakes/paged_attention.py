@@ -117,6 +117,7 @@ def attend(
     round_to: torch.dtype | None = None,
     sinks: torch.Tensor | None = None,
     loaded: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``q`` [R, Hq, Dqk], ``keys`` [S, Hk, Dqk], ``values`` [S, Hk, Dv] float32, ``visible`` [R, S].
 
@@ -124,6 +125,7 @@ def attend(
     -inf. ``round_to``: dtype of the probabilities in the second product. ``sinks`` [Hq] float32: one more logit a head.
     ``loaded`` [R, S]: the keys that the kernel multiplies with, visible or not (default: ``visible``). A value of them
     that is NaN or infinite spoils its row, as 0 * NaN does in the kernel; one of another request never does.
+    ``bias`` [Hq, R, S]: added to the logits behind the soft cap.
     """
     rows, q_heads, _ = q.shape
     kv_heads = keys.shape[1]
@@ -132,6 +134,8 @@ def attend(
     if soft_cap > 0:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits.view(kv_heads, rows, q_heads // kv_heads, -1)
+    if bias is not None:
+        logits = logits + bias.view(kv_heads, q_heads // kv_heads, rows, -1).transpose(1, 2)
     hidden = ~visible[None, :, None, :]
     logits = logits.masked_fill(hidden, -torch.inf)
     top = logits.amax(-1, keepdim=True)

@@ -9,6 +9,7 @@ counters are read on the device at every replay.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ import torch
 from attn_testkit.backends.vendor.provider import swapped
 
 from . import page_tables as paged
+from .refusals import refuse
+from .trtllm_checks import CONTEXTS, DECODE, SPARSE
 
 _LOG2E = 1.4426950408889634
 _SM_COUNT = {90: 132, 100: 148}
@@ -53,19 +56,9 @@ def _unless(dirty: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.masked_fill(dirty, torch.nan)
 
 
-def _xqa_module(
-    input_dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim: int, ratio: int, window: bool,
-    output_dtype: torch.dtype, q_seq_len: int, use_ragged_q: bool = False,
-) -> SimpleNamespace:  # fmt: skip
-    """``flashinfer.xqa.get_xqa_module``, with the refusals of its generator (``flashinfer/jit/xqa.py``)."""
-    if input_dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"Invalid dtype: {input_dtype} for XQA, only float16 and bfloat16 input are supported")
-    if page_size not in (16, 32, 64, 128):
-        raise ValueError(f"Invalid page_size: {page_size}, only 16, 32, 64, 128 are supported")
-    if head_dim % 16 or not 16 <= head_dim <= 512:
-        raise ValueError(f"Invalid head_dim: {head_dim}, must be divisible by 16 and in range [16, 512]")
-    if head_dim > 256 and q_seq_len > 1:
-        raise ValueError(f"head_dim {head_dim} > 256 does not support speculative decoding (q_seq_len > 1)")
+def _xqa_module(*compiled_for: Any, **named: Any) -> SimpleNamespace:
+    """``flashinfer.xqa.get_xqa_module``: the package's own generator refuses, and what it would compile is replaced."""
+    importlib.import_module("flashinfer.jit.xqa").gen_xqa_module(*compiled_for, **named)
     return SimpleNamespace(xqa=_xqa)
 
 
@@ -122,13 +115,6 @@ def _draft_mask(mask: torch.Tensor, queries: paged.Queries, keys: paged.Keys, wi
     return seen
 
 
-def _check_gen(head_dim_qk: int, head_dim_v: int, page_size: int) -> None:
-    if (head_dim_qk, head_dim_v) not in ((64, 64), (128, 128), (256, 256), (576, 512), (320, 256)) or page_size not in (
-        16, 32, 64, 128,
-    ):  # fmt: skip
-        raise RuntimeError(f"Missing TRTLLM-GEN kernel: head dims {head_dim_qk}, {head_dim_v}, page size {page_size}")
-
-
 def _lens_of_rows(
     seq_lens: torch.Tensor, bs: int, q_len: int, top_k: int, cum_seq_lens_q: torch.Tensor | None
 ) -> torch.Tensor:
@@ -137,9 +123,7 @@ def _lens_of_rows(
     They are the keys that a causal row would see, and ``top_k`` at most (``fmhaReduction.cu``). An index of -1 among
     them is a key outside the pool: the package's documentation allows -1 only behind them.
     """
-    if top_k % 4:
-        # Raised by the launch (``kernelParams.h``): indices are copied 16 bytes at a time.
-        raise RuntimeError("SparseMlaTopK must be a multiple of 4")
+    refuse(SPARSE, top_k=top_k)
     if cum_seq_lens_q is not None:
         raise NotImplementedError("the fake of sparse MLA knows queries of four dimensions, not cum_seq_lens_q")
     seen = _lens(seq_lens, bs)[:, None] - q_len + 1 + torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
@@ -165,7 +149,7 @@ def _gen_decode(
     *rest: Any,
 ) -> None:  # fmt: skip
     """Decode kernel; also for MLA, where both caches are the one latent cache."""
-    _check_gen(query.shape[-1], out.shape[-1], k_cache.shape[-2])
+    refuse(DECODE, query=query, out=out, k=k_cache, v=v_cache, sinks=sinks)
     if sparse_top_k > 0:
         seq_lens = _lens_of_rows(seq_lens, batch_size, max_q_len, sparse_top_k, cum_seq_lens_q)
         k_cache = v_cache = _tokens(k_cache)
@@ -192,10 +176,7 @@ def _gen_context(
     cum_seq_lens_kv: torch.Tensor, sm_count: int, enable_pdl: bool, workspace_size: int,
     sinks: torch.Tensor | None, *rest: Any,
 ) -> None:  # fmt: skip
-    if k_cache.dtype == paged.FP8 and query.dtype != paged.FP8:
-        # Decode has kernels for 16-bit queries with an FP8 cache, and context does not.
-        raise RuntimeError(f"Missing TRTLLM-GEN kernel: context of {query.dtype} queries and {k_cache.dtype} keys")
-    _check_gen(query.shape[-1], out.shape[-1], k_cache.shape[-2])
+    refuse(CONTEXTS, query=query, out=out, k=k_cache, v=v_cache, sinks=sinks)
     bounds = _lens(cum_seq_lens_q, batch_size + 1)
     _gen_attend(
         out, query, k_cache, v_cache, workspace, block_tables, seq_lens, batch_size, bounds[:-1],
@@ -210,8 +191,6 @@ def _gen_attend(
     sinks: torch.Tensor | None, dirty: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Caches are [..., Hk, P, D] by their strides. Causal, aligned to the end of ``seq_lens``."""
-    if sinks is not None and sinks.dtype != torch.float32:
-        raise RuntimeError("attention_sinks must be a float tensor")
     queries = paged.pad_rows(query, starts, counts, max_q_len)
     lens, table = _lens(seq_lens, bs), _table(block_tables, bs)
     keys = paged.gather(k_cache.transpose(-3, -2), table, lens)

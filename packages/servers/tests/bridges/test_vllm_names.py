@@ -61,7 +61,7 @@ def test_another_version_is_refused_with_the_one_that_is_supported(
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("flashmla", "which the kit does not run"), ("tritn", "which vLLM does not have"), ("", None)],
+    [("flashinfer_mla", "which the kit does not run"), ("tritn", "which vLLM does not have"), ("", None)],
 )
 def test_another_name_is_answered_with_all_there_are(name: str, why: str | None) -> None:
     """Before vLLM is asked for: a typing mistake is not answered with an installation."""

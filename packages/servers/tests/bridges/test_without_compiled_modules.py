@@ -40,7 +40,8 @@ def test_on_a_gpu_missing_modules_of_vllm_are_named_and_torch_stores_in_their_pl
     for _ in range(2):  # safe to call again
         machine = imports.prepare(CAPABILITIES["triton_mla"])
         assert not machine.without_gpu
-        assert machine.missing == dict.fromkeys((imports.STABLE, imports.FA2), "ImportError: undefined symbol: _ZN3c10")
+        missing = [module for module in imports.COMPILED if module != imports.FA3]
+        assert machine.missing == dict.fromkeys(missing, "ImportError: undefined symbol: _ZN3c10")
     assert imports.STABLE in sys.modules, "imports by name pass"
     assert imports.FA3 not in sys.modules, "and what loads is its own"
     latent, rope = torch.randn(3, 512), torch.randn(3, 1, 64)[:, 0]
@@ -85,9 +86,12 @@ def test_which_names_of_vllm_store_or_attend_by_compiled_modules() -> None:
         "triton", "triton_2d", "triton_invariant", "triton_fp8", "triton_per_token_head", "gdn", "gdn_hybrid", "mamba2",
         "mamba2_hybrid", "bailing", "linear",
     }  # fmt: skip
-    assert {name: c.compiled_module for name, c in CAPABILITIES.items() if c.compiled_module} == dict.fromkeys(
-        ("flash_attn", "flash_attn_sinks", "flash_attn_fp8"), imports.FA3
-    )
+    modules = {name: c.compiled_module for name, c in CAPABILITIES.items() if c.compiled_module}
+    assert modules == {
+        **dict.fromkeys(("flash_attn", "flash_attn_sinks", "flash_attn_fp8"), imports.FA3),
+        "flash_attn_2": imports.FA2, "flashmla": imports.MLA, "flashmla_sparse": imports.MLA,
+        "flashmla_fp8": imports.MLA_FP8,
+    }  # fmt: skip
 
 
 def test_names_of_sglangs_compiled_package_can_be_imported_and_say_what_is_missing_when_called(

@@ -16,6 +16,7 @@ from attn_testkit.contract import BackendContext, ForwardBatch
 from attn_testkit_servers.bridges.vllm import backend_class
 
 FlashAttention: Any = backend_class("flash_attn")
+FlashMLA: Any = backend_class("flashmla")
 
 
 class ClonedLengths(FlashAttention):
@@ -71,3 +72,10 @@ class ShortWindow(FlashAttention):
         for layer in self.layers.values():
             left, right = layer.impl.sliding_window
             layer.impl.sliding_window = (left - (left > 0), right)
+
+
+class ScheduleOfTheWarmUp(FlashMLA):
+    """A capture uses the schedule that its warm-up has made: no graph makes it again for the lengths of its replay."""
+
+    def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
+        pass

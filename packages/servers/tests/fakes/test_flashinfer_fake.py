@@ -245,13 +245,32 @@ def test_refusals_are_the_packages_own() -> None:
         wrapper.run(q, (k, v), logits_soft_cap=1.0)
     with pytest.raises(AssertionError):
         wrapper.run(q, (k, v), window_left=3)
-    with pytest.raises(RuntimeError, match="Inconsistency of Tensor type"):
-        wrapper.plan(batch.qo_indptr.long(), batch.kv_indptr.long(), batch.indices, batch.last, 4, 2, DIM, PAGE)
     decode = fake_of(BATCH_DECODE)(workspace(), use_tensor_cores=True, backend="fa2")
     with pytest.raises(ValueError, match="requires kv_len >= q_len_per_req"):
         decode.plan(ints(0, 1), batch.indices, ints(1), 4, 2, DIM, PAGE, q_len_per_req=2)
     with pytest.raises(ValueError, match="paged_kv_indptr_buffer should be"):
         fake_of(BATCH_DECODE)(workspace(), use_cuda_graph=True)
+
+
+def test_a_prefill_reads_all_integers_as_those_of_the_offsets_of_pages_and_refuses_none() -> None:
+    batch = Batch()
+    q, k, v = batch.on_device
+    right = batch.expected(0.3)
+    batch.indices = batch.indices.long()
+    assert not close(prefill(batch).run(q, (k, v)), right), "every second page id is the upper half of the first"
+    batch.qo_indptr, batch.kv_indptr, batch.last = (x.long() for x in (batch.qo_indptr, batch.kv_indptr, batch.last))
+    assert close(prefill(batch).run(q, (k, v)), right), "a module is compiled for the dtype of the offsets"
+
+
+def test_mla_counts_in_pages_of_the_plan_and_refuses_no_other_cache() -> None:
+    wrapper = fake_of(BATCH_MLA_FA2)(workspace(), backend="fa2")
+    mla_plan(wrapper)
+    draw = torch.Generator().manual_seed(2)
+    query, cache = (torch.randn(*shape, 576, generator=draw).bfloat16().to(CUDA) for shape in ((3, 16), (8, PAGE)))
+    right = wrapper.run(query=query, kv_cache=cache)
+    other = wrapper.run(query=query, kv_cache=cache.view(-1, PAGE // 2, 576))
+    assert other.shape == right.shape
+    assert not torch.equal(other.cpu(), right.cpu())
 
 
 def test_a_plan_under_capture_is_refused() -> None:

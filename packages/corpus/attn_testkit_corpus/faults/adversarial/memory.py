@@ -115,7 +115,7 @@ class OutputOfTwoMinds(AdversarialBackend):
 
 
 class _RightWhereCopied(TorchFunctionMode):
-    """Mode in which a clone of the wrong output is the right one."""
+    """Function mode that returns the right output if the wrong one is cloned."""
 
     answers: dict[int, torch.Tensor]
 

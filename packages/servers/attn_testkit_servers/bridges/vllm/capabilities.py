@@ -48,6 +48,8 @@ _FLASH = "v1/attention/backends/flash_attn.py"
 _FLASHINFER = "v1/attention/backends/flashinfer.py"
 _TRITON_MLA = "v1/attention/backends/mla/triton_mla.py"
 _SPARSE_MLA = "v1/attention/backends/mla/xpu_mla_sparse.py"
+_FLASH_MLA = "v1/attention/backends/mla/flashmla.py"
+_FLASH_SPARSE = "v1/attention/backends/mla/flashmla_sparse.py"
 _MLA = "model_executor/layers/attention/mla_attention.py"
 _LAYER = "model_executor/layers/attention/attention.py"
 _INPUTS = "v1/worker/gpu/input_batch.py"
@@ -156,13 +158,14 @@ _FLEX_LINES = (
 _FP16_AND_BF16 = Line("dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend")
 
 
-def _flash_attn(*lines: Line) -> BridgeCapabilities:
-    """FlashAttention 3, as on SM90: AttentionCGSupport.ALWAYS."""
+def _flash_attn(*lines: Line, version: int = 3) -> BridgeCapabilities:
+    """FlashAttention 3, as on SM90, with AttentionCGSupport.ALWAYS; 2 with UNIFORM_BATCH."""
+    graph = {D, V, V1, V2, X, DD} if version == 3 else {D, V, V2, DD}
     return BridgeCapabilities(
         "FLASH_ATTN",
         (
             Line("eager", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.build"),
-            Line("graph", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
+            Line("graph", graph, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
             Line("families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionImpl.__init__"),
             Line("head_dims", {64, 128, 256}, f"{_FLASH}:FlashAttentionBackend.supports_head_size"),
             Line("page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"),
@@ -178,7 +181,31 @@ def _flash_attn(*lines: Line) -> BridgeCapabilities:
         ),
         compiled_kernel=True,
         compiled_store=True,
-        compiled_module="vllm.vllm_flash_attn._vllm_fa3_C",
+        compiled_module=f"vllm.vllm_flash_attn._vllm_fa{version}_C",
+        attention={} if version == 3 else {"flash_attn_version": version},
+    )
+
+
+def _flash_mla(module: str, *lines: Line) -> BridgeCapabilities:
+    """FlashMLA's dense decode, which vLLM takes for DeepSeek's models on SM90."""
+    return BridgeCapabilities(
+        "FLASHMLA",
+        (
+            # AttentionCGSupport.UNIFORM_BATCH, and no update of its schedule between the forwards of a draft.
+            Line("eager", {D, V, V2}, f"{_FLASH_MLA}:FlashMLAMetadataBuilder._build_decode"),
+            Line("graph", {D, V, V2}, f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture"),
+            Line("families", {"mla"}, f"{_FLASH_MLA}:FlashMLABackend"),
+            Line("head_dims", {512}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("mla_rope_dims", {64}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("gqa_ratios", {16, 64, 128}, f"{_FLASH_MLA}:FlashMLAImpl.forward_mqa"),
+            Line("page_sizes", {64}, f"{_FLASH_MLA}:FlashMLABackend.get_supported_kernel_block_sizes"),
+            Line("max_q_rows", 16, f"{_FLASH_MLA}:FlashMLAMetadataBuilder"),  # reorder_batch_threshold is 128
+            *_RUNNER,
+            *lines,
+        ),
+        compiled_kernel=True,
+        compiled_store=True,  # concat_and_cache_mla
+        compiled_module=module,
     )
 
 
@@ -243,6 +270,41 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         ),
         compiled_store=True,  # concat_and_cache_mla
     ),
+    "flashmla": _flash_mla("vllm._flashmla_C", Line("dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend")),
+    "flashmla_fp8": _flash_mla(
+        "vllm._flashmla_extension_C",
+        # Its outputs are bf16 (``fwd_kvcache_mla_fp8``).
+        Line("dtypes", {"bf16"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        Line("kv_dtypes", {"fp8_e4m3"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        Line("matmul_dtype", "fp8_e4m3", f"{_MLA}:MLAAttention.forward_impl"),
+    ),
+    "flashmla_sparse": BridgeCapabilities(
+        "FLASHMLA_SPARSE",
+        (
+            # AttentionCGSupport.UNIFORM_BATCH, and no update of its metadata between the forwards of a draft.
+            Line("eager", {D, V, V2, X}, f"{_FLASH_SPARSE}:FlashMLASparseMetadataBuilder.build"),
+            Line("graph", {D, V, V2}, f"{_FLASH_SPARSE}:FlashMLASparseMetadataBuilder"),
+            Line("families", {"mla"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.is_mla"),
+            Line("dtypes", {"bf16"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend"),
+            Line("head_dims", {512}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
+            Line("mla_rope_dims", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
+            # Queries are padded to 64 heads.
+            Line("gqa_ratios", {16, 64, 128}, f"{_FLASH_SPARSE}:FlashMLASparseImpl._bf16_flash_mla_kernel"),
+            Line("page_sizes", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_kernel_block_sizes"),
+            Line("max_q_rows", 16, f"{_FLASH_SPARSE}:FlashMLASparseImpl.forward_mqa"),
+            Line(
+                "sparse",
+                # The kernel reads 128 indices at a time (``params.topk % (2*B_TOPK) == 0``).
+                Sparse(topk={128, 2048}, holes=True, empty_rows=True),
+                "v1/attention/backends/mla/sparse_utils.py:triton_convert_req_index_to_global_index",
+            ),
+            *_RUNNER,
+        ),
+        compiled_kernel=True,
+        compiled_store=True,  # concat_and_cache_mla, concat_mla_q
+        compiled_module="vllm._flashmla_C",
+        attention={"sparse_mla_force_mqa": True},
+    ),
     # Registered for Intel's GPUs; all of it is Python and Triton. It reads ``topk_indices_buffer``, like the sparse
     # classes of FlashMLA and FlashInfer, whose kernels are compiled.
     "xpu_mla_sparse": BridgeCapabilities(
@@ -268,6 +330,12 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         compiled_store=True,  # concat_and_cache_mla
     ),
     "flash_attn": _flash_attn(_FP16_AND_BF16),
+    # A model with ALiBi has this version on every GPU (``get_flash_attn_version``).
+    "flash_attn_2": _flash_attn(
+        _FP16_AND_BF16,
+        Line("alibi", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+        version=2,
+    ),
     # The kernel accepts only sinks in bf16, and a model of fp16 has them in fp16 (``make_attention_sink``).
     "flash_attn_sinks": _flash_attn(
         Line("dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
@@ -329,7 +397,7 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
 
 OF_VLLM = (
     "b12x", "cpu_attn", "cutlass_mla", "flash_attn_diffkv", "flash_attn_mla", "flash_attn_mla_sparse",
-    "flashinfer_mla", "flashinfer_mla_sparse", "flashmla", "flashmla_sparse", "hpc_attn", "rocm_aiter_fa",
+    "flashinfer_mla", "flashinfer_mla_sparse", "hpc_attn", "rocm_aiter_fa",
     "rocm_aiter_mla", "rocm_attn", "tokenspeed_mla", "triton_attn_diffkv", "triton_flash_attn", "triton_flashinfer",
     "turboquant",
 )  # fmt: skip

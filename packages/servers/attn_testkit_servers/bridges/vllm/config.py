@@ -18,6 +18,7 @@ from vllm.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from vllm.distributed import parallel_state
 
 from attn_testkit.contract import AttentionLayer, BackendContext
 
@@ -26,6 +27,12 @@ from .numbers import NUMBERS, capture_sizes
 
 NOPE = 128
 """``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
+
+
+def one_rank() -> None:
+    """Say that there is one rank, which layers of states and of sparse MLA ask first."""
+    if parallel_state._TP is None:
+        parallel_state._TP = SimpleNamespace(world_size=1, rank_in_group=0)
 
 
 def _speculation(drafts: int) -> Any:
@@ -72,6 +79,7 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
             max_model_len=numbers["max_model_len"], dtype=context.dtype, is_mm_prefix_lm=context.max_spans > 0,
             is_diffusion=False, rswa_window=None, hf_config=SimpleNamespace(model_type="tiny"),
             hf_text_config=_text_config(first),
+            model_arch_config=SimpleNamespace(total_num_attention_heads=first.tp_q_head_num),
         ),
         parallel_config=ParallelConfig(),
         scheduler_config=scheduler,

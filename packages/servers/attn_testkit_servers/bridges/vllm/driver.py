@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
+from vllm.utils import torch_utils
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
 from attn_testkit.contract import (
@@ -198,9 +199,13 @@ class VLLMLatentBackend(VLLMBackend):
             )
         if kv_dtype != "auto":
             cache = cache.view(torch.float8_e4m3fn)
-        rows = q[: metadata.num_decode_tokens]
+        # Rows of prefills attend by ``forward_mqa``, too, if their keys are selected (``sparse_mla_force_mqa``).
+        rows = q[: metadata.num_actual_tokens if layer.topk else metadata.num_decode_tokens]
+        query: Any = (rows[..., :rank], rows[..., rank:])
+        if of_vllm.quantized_queries is not None and of_vllm.impl.supports_quant_query_input:
+            query = of_vllm.quantized_queries(*query, of_vllm._q_scale)
+        # vLLM replaces ``torch.cuda.set_stream`` to know the current stream, which the kit sets without it.
+        torch_utils._current_stream_tls.value = torch.cuda.current_stream()
         with override_forward_context(context):
-            found: tuple[torch.Tensor, torch.Tensor] = of_vllm.impl.forward_mqa(
-                (rows[..., :rank], rows[..., rank:]), cache, metadata, of_vllm
-            )
+            found: tuple[torch.Tensor, torch.Tensor] = of_vllm.impl.forward_mqa(query, cache, metadata, of_vllm)
         return found

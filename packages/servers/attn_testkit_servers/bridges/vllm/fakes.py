@@ -2,8 +2,8 @@
 
 Builders, metadata and masks stay vLLM's.
 
-They replace operators that store keys and values, FlashAttention (``flash_attn_fake``), and FlexAttention's kernel,
-which torch compiles. If one of them attends, ``AttentionBackend.kernels`` shows it.
+They replace operators that store keys and values, FlashAttention, FlashMLA, and FlexAttention's
+kernel, which torch compiles. If one of them attends, ``AttentionBackend.kernels`` shows it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 
 from attn_testkit.backends.vendor.flashinfer_kernels import BATCH_DECODE, BATCH_PREFILL
 from attn_testkit.backends.vendor.provider import fake_of, swapped
+from attn_testkit_servers.fakes import flash_attn, flash_attn_2, flash_mla, vllm_caches
 from attn_testkit_servers.fakes import paged_attention as paged
-
-from . import flash_attn_fake
-from .flash_attn_fake import Functions
+from attn_testkit_servers.fakes.refusals import Functions
 
 _held: list[torch.library.Library] = []
 
@@ -38,10 +37,16 @@ def put_in_place() -> None:
     if _held:
         return
     define_operators()
-    _define("_vllm_fa3_C", flash_attn_fake.FUNCTIONS)
+    _define("_vllm_fa3_C", flash_attn.FUNCTIONS)
+    _define("_vllm_fa2_C", flash_attn_2.FUNCTIONS)
+    _define("_flashmla_C", {name: (each, ()) for name, each in vars(flash_mla.FUNCTIONS).items()})
+    _define("_flashmla_extension_C", {name: (each, ()) for name, each in vars(flash_mla.EXTENSION).items()})
     from vllm.v1.attention.backends import flex_attention as of_vllm
 
     of_vllm.flex_attention_compiled = flex_attention
+    of_sparse = importlib.import_module("vllm.v1.attention.backends.mla.index_group")
+    # The emulated device has the streams of torch.cuda only, and these are a torch.Stream and torch.Events.
+    of_sparse._create_side_stream, of_sparse._create_event = _side_stream, _event  # type: ignore[attr-defined]
     if importlib.util.find_spec("flashinfer") is None:
         return  # its class is not requested, or reports it
     with swapped({path: fake_of(entry) for path, entry in _WRAPPERS.items()}):
@@ -53,7 +58,7 @@ def put_in_place() -> None:
 def define_operators() -> None:
     """Define in torch what ``vllm._C_stable_libtorch`` has compiled and attention calls, also for a real device."""
     _define("_C", dict.fromkeys(_QUESTIONS, (_has_no_kernel, ())))
-    _define("_C_cache_ops", _OF_CACHES)
+    _define("_C_cache_ops", vllm_caches.FUNCTIONS)
 
 
 def _define(namespace: str, functions: Functions) -> None:
@@ -66,50 +71,20 @@ def _define(namespace: str, functions: Functions) -> None:
     _held.append(library)
 
 
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
 def _fa2(*_of_batch: Any, **_of_heads: Any) -> str:
     return "fa2"
 
 
 def _has_no_kernel(cuda_device_capability: int) -> bool:
     return False
-
-
-def _concat_and_cache_mla(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str,
-    scale: torch.Tensor, skip_scale: bool,
-) -> None:  # fmt: skip
-    """Store rows [T, rank] and [T, rope] in ``kv_cache`` [blocks, block size, rank + rope]."""
-    rows = torch.cat([kv_c, k_pe], dim=-1)[: slot_mapping.shape[0]]
-    _store(rows, kv_cache, slot_mapping, kv_cache_dtype, None if skip_scale else scale)
-
-
-def _reshape_and_cache_flash(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor, v_scale: torch.Tensor,
-) -> None:  # fmt: skip
-    """Store rows [T, heads, D] in caches [blocks, block size, heads, D]."""
-    for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        _store(rows[: slot_mapping.shape[0]], cache, slot_mapping, kv_cache_dtype, scale)
-
-
-_OF_CACHES: Functions = {
-    "concat_and_cache_mla": (_concat_and_cache_mla, ("kv_cache",)),
-    "reshape_and_cache_flash": (_reshape_and_cache_flash, ("key_cache", "value_cache")),
-}
-"""Operators of ``torch.ops._C_cache_ops``."""
-
-
-def _store(
-    rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None
-) -> None:
-    """Store rows, except those of negative slots, without a shape that depends on data: slot 0 stays unchanged."""
-    if kv_cache_dtype != "auto":
-        most = torch.finfo(torch.float8_e4m3fn).max
-        scaled = rows.float() if scale is None else rows.float() / scale
-        rows, cache = scaled.clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8), cache.view(torch.uint8)
-    kept = (slots >= 0).view(-1, *[1] * (rows.dim() - 1))
-    block, offset = slots.clamp(min=0) // cache.shape[1], slots.clamp(min=0) % cache.shape[1]
-    cache[block, offset] = torch.where(kept, rows, cache[block, offset])
 
 
 def flex_attention(

@@ -19,7 +19,8 @@ from attn_testkit.backends.vendor.provider import device_is_real
 from .capabilities import BridgeCapabilities
 
 STABLE, FA2, FA3 = "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C"
-_COMPILED = (STABLE, FA2, FA3)
+MLA, MLA_FP8 = "vllm._flashmla_C", "vllm._flashmla_extension_C"
+COMPILED = (STABLE, FA2, FA3, MLA, MLA_FP8)
 """Modules of vLLM that load a CUDA library when they are imported, and define operators."""
 
 
@@ -44,7 +45,7 @@ def prepare(declared: BridgeCapabilities) -> Machine:
     from . import fakes
 
     if device_is_real(torch.device("cuda")):
-        for module in _COMPILED:
+        for module in COMPILED:
             if module not in _missing and (why := _why_not(module)):
                 _missing[module] = why
                 # vLLM imports it by name, for operators that it registers.
@@ -52,7 +53,7 @@ def prepare(declared: BridgeCapabilities) -> Machine:
         if STABLE in _missing:
             fakes.define_operators()
         return Machine(False, dict(_missing))
-    for module in _COMPILED:
+    for module in COMPILED:
         sys.modules.setdefault(module, ModuleType(module))
     with _no_visible_device():
         import vllm.platforms

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from vllm.config.vllm import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import _DecodeConcatQuantFP8
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode, is_quantized_kv_cache
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from attn_testkit.contract import AttentionLayer, BackendContext
 
-from .config import NOPE
+from .config import NOPE, one_rank
 
 
 def name_of(layer: AttentionLayer) -> str:
@@ -28,6 +31,10 @@ def make_layers(real: Any, config: Any, context: BackendContext, *, clamp: bool 
     ``clamp``: windows narrow bidirectional spans, as those of Gemma 4 do.
     """
     made: dict[str, Any] = {}
+    if any(layer.topk for layer in context.layers):
+        # As the model runner does. Scratch memory of all layers is shared, and grows with the largest.
+        init_workspace_manager(context.device)
+        one_rank()
     # The loader of a model makes its layers under their device, where implementations make tensors of slopes.
     with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
@@ -62,6 +69,13 @@ def _latent(real: Any, config: Any, layer: AttentionLayer, device: torch.device)
     return made
 
 
+class _QuantizedQueries(_DecodeConcatQuantFP8):  # type: ignore[misc]
+    """Both parts of a query as one in e4m3, which ``MLAAttention.forward_impl`` gives implementations that take it."""
+
+    def __init__(self) -> None:
+        super().__init__(static=True, group_shape=GroupShape.PER_TENSOR, compile_native=True)
+
+
 class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
     """``MLAAttention`` without the projections on both sides of it: the kit's rows are absorbed ones."""
 
@@ -72,7 +86,8 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
         self.q_lora_rank, self.kv_lora_rank = None, layer.kv_lora_rank
         self.qk_nope_head_dim = self.v_head_dim = NOPE
         self.qk_rope_head_dim = layer.head_dim - layer.kv_lora_rank
-        self.prefill_backend = _NoPrefill()
+        self.prefill_backend = None if layer.topk else _NoPrefill()
+        self.quantized_queries = _QuantizedQueries() if is_quantized_kv_cache(self.kv_cache_dtype) else None
         self.selected = _indices(config, layer, device)
         """Indices of selected keys, which vLLM's indexer writes and the implementation reads; None without any."""
         sparse = {} if self.selected is None else {"topk_indices_buffer": self.selected}

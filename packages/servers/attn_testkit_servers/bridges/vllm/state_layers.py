@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from vllm.config.vllm import set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
 from vllm.model_executor.layers.mamba.linear import bailing_linear_attn as bailing
 from vllm.model_executor.layers.mamba.linear import minimax_linear_attn as minimax
@@ -17,6 +16,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, mamba_mix
 
 from attn_testkit.contract import StateContext, StateLayer
 
+from .config import one_rank
 from .layers import name_of
 
 MAMBA_CHUNK = 64
@@ -24,12 +24,6 @@ MAMBA_CHUNK = 64
 
 Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """``mixed``, ``a`` and ``b`` of the kit, which nobody may modify."""
-
-
-def _one_rank() -> None:
-    """Say that there is one rank, which layers and shapes of states ask first."""
-    if parallel_state._TP is None:
-        parallel_state._TP = SimpleNamespace(world_size=1, rank_in_group=0)
 
 
 def _bare(kind: Any, config: Any, layer: StateLayer, values: Mapping[str, Any]) -> Any:
@@ -183,7 +177,7 @@ KINDS: Mapping[str, Kind] = {
 
 def make_state_layers(kind: str, config: Any, state: StateContext) -> dict[str, Any]:
     """Name -> layer, each bound to the kit's states; ``config`` knows them afterwards."""
-    _one_rank()
+    one_rank()
     found: dict[str, Any] = {}
     with set_current_vllm_config(config):
         for layer in state.layers:

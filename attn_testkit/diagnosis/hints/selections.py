@@ -1,0 +1,150 @@
+"""Sparse attention: selected KV tokens that a row lost, and others that it attended to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...cases.selection import Selection
+from ...families.sparse.family import with_selection
+from ...steps.schedule import Request
+from ..attended_keys import AttendedKeys, ranges
+from .evidence import Evidence
+from .hint import Level, hint
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The row that was examined."""
+
+    e: Evidence
+    a: AttendedKeys
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Selected KV tokens without weight."""
+        return self.a.wanted - self.a.used
+
+    @property
+    def extra(self) -> frozenset[int]:
+        """KV tokens with weight that were not selected."""
+        return self.a.used - self.a.wanted
+
+    @property
+    def selection(self) -> Selection:
+        """The selection of the case."""
+        found = self.e.schedule.case.selection
+        assert found is not None
+        return found
+
+    @property
+    def request(self) -> Request:
+        """Request of the row."""
+        return self.e.step.requests[self.a.request]
+
+    @property
+    def selects_itself(self) -> bool:
+        """True if the backend has an indexer."""
+        return self.e.schedule.case.indexer is not None
+
+    def listed(self) -> list[int]:
+        """Entries of its row of ``selected``, as places in the request; empty if they are slots or blocks."""
+        data = with_selection(self.e.schedule, self.e.expected.data)
+        if data.selected is None or self.selects_itself or self.selection.slots or self.selection.block > 1:
+            return []
+        mine = (data.row_request == self.a.request) & (data.row_offset == self.a.row)
+        wrong = self.e.comparison.wrong.flatten(2).any(-1) & mine
+        if not bool(wrong.any()):
+            return []
+        layer, row = wrong.nonzero()[0].tolist()
+        found: list[int] = data.selected[layer, row].tolist()
+        return found
+
+
+def _row(e: Evidence) -> _Row:
+    assert e.attended is not None
+    return _Row(e, e.attended)
+
+
+def _other_keys(e: Evidence) -> bool:
+    """True if the row that was examined attended to other KV tokens than the selected ones."""
+    return e.attended is not None and not e.attended.right and bool(e.attended.wanted)
+
+
+@hint(Level.PLACE, when=_other_keys, family="sparse")
+def other_index_space(e: Evidence) -> str:
+    """A row reads none of its selected KV tokens, as if their indices had another meaning."""
+    row = _row(e)
+    if row.a.used or row.selects_itself or row.selection.block > 1:
+        return ""
+    if row.selection.slots:
+        return "" if row.a.elsewhere else (
+            "no selected KV token is read. Indices of this case are slots of the pool: probably they are taken for "
+            "positions, and looked up in the request table or compared with the length"
+        )  # fmt: skip
+    if not row.a.elsewhere:
+        return ""
+    if e.schedule.case.kv_layout != "nhd":
+        return (
+            "no selected KV token is read, and other slots are: probably a slot is addressed by its number times the "
+            f"width of a row, and not by the strides of the pool (KV layout {e.schedule.case.kv_layout})"
+        )
+    return (
+        "no selected KV token is read, and other slots are. Indices of this case are positions in the request: "
+        "probably they are taken for slots of the pool, and not looked up in the request table"
+    )
+
+
+@hint(Level.PLACE, when=_other_keys, family="sparse")
+def lost_selected_keys(e: Evidence) -> str:
+    """Selected KV tokens have no weight in a row, and no others have."""
+    row = _row(e)
+    lost, listed = row.lost, row.listed()
+    if not lost or row.extra or row.a.elsewhere or not row.a.used:
+        return ""
+    if row.selects_itself:
+        new = min(lost) >= row.request.prefix
+        return "" if not new else (
+            f"a row loses KV tokens {ranges(sorted(lost))}, which are new in this step: probably they are scored "
+            "before they are stored, or a length lacks them"
+        )  # fmt: skip
+    columns = [column for column, key in enumerate(listed) if key in lost]
+    if not columns:
+        return ""
+    text = (
+        f"a row loses {len(lost)} of its {len(row.a.wanted)} selected KV tokens, which are in columns "
+        f"{ranges(columns)} of its row of `selected`"
+    )
+    kept = [column for column, key in enumerate(listed) if key in row.a.used]
+    seen = row.request.prefix + row.a.row + 1
+    if max(kept) < seen <= min(columns):
+        text += f": probably it reads as many entries as it may see keys, which are {seen}, whatever the entries are"
+    elif max(kept) < min(columns):
+        text += f": probably it reads no column after {min(columns) - 1}"
+    return text
+
+
+@hint(Level.PLACE, when=_other_keys, family="sparse")
+def keys_that_were_not_selected(e: Evidence) -> str:
+    """KV tokens have weight in a row that did not select them."""
+    row = _row(e)
+    extra, lost, block = row.extra, row.lost, row.selection.block
+    if not extra or row.a.elsewhere:
+        return ""
+    which = f"a row attends to KV tokens {ranges(sorted(extra))}, which it did not select"
+    if lost:
+        reason = (
+            f"numbers of blocks are multiplied by another number than the {block} keys of a block"
+            if block > 1
+            else "indices of another row, layer or step, or of another index space"
+        )
+        return f"{which}, and loses {ranges(sorted(lost))}: probably {reason}"
+    if extra == frozenset(range(block)):
+        name = f"block 0 (KV tokens 0..{block - 1})" if block > 1 else "KV token 0"
+        return (
+            f"a row attends to {name}, which it did not select: probably an entry of -1 that is loaded as "
+            f"{'block' if block > 1 else 'key'} 0 and not masked"
+        )
+    return (
+        f"{which}, in addition to all that it did: probably entries after its last index, or a mask that lets more "
+        "through than the selection"
+    )

@@ -1,0 +1,148 @@
+"""Layers with a state: the first wrong row of a prompt and its chunk, and decays with which the result is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+from ...cases.state import STATE_DATA
+from ...families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake, ChunkSlip
+from ...families.recurrent.data import StateStepData
+from ...families.recurrent.recurrence import recur
+from .evidence import Evidence
+from .hint import Level, hint
+
+_LONGEST = 1024
+"""Most rows of a request for which mistakes are tried: each is computed row by row."""
+
+
+def _in_prompts(e: Evidence) -> bool:
+    """True if rows of requests with several rows are wrong, and finite, in a step whose rows follow each other."""
+    several = max((request.new for request in e.step.requests), default=0) > 1
+    return several and not e.branches and e.comparison.all_finite and not e.comparison.right
+
+
+def _first_rows(e: Evidence) -> dict[int, int]:
+    """Wrong request -> its first wrong row."""
+    data = e.expected.data
+    found: dict[int, int] = {}
+    for row in e.rows:
+        found.setdefault(int(data.row_request[row]), int(data.row_offset[row]))
+    return found
+
+
+def _chunk(e: Evidence) -> int:
+    """Rows of a chunk if each wrong request is right in its first chunk, and wrong from the next on; else 0."""
+    first, counts = _first_rows(e), [request.new for request in e.step.requests]
+    for rows in CHUNKS:
+        longer = {request for request, count in enumerate(counts) if count > rows}
+        if set(first.values()) == {rows} and set(first) == longer:
+            return rows
+    return 0
+
+
+def _slips(e: Evidence) -> Iterator[tuple[str, int, ChunkSlip]]:
+    """Mistakes that agree with the first wrong rows, the number of rows of a chunk, and what slipped."""
+    if rows := _chunk(e):
+        begins = f"the state at the end of a chunk of {rows} rows"
+        for slip, what in HANDED_ON.items():
+            yield f"{begins} {what}: the result is right for a backend that does so", rows, slip
+    elif min(_first_rows(e).values(), default=0) > 0:
+        most = max(request.new for request in e.step.requests)
+        for rows in (*(rows for rows in CHUNKS if rows < most), max(most, CHUNKS[0])):
+            yield _ROW_BEFORE, rows, "row before"
+
+
+_ROW_BEFORE = (
+    "the strict mask of a chunk is off by one: what a row overwrites lacks the row right before it (rows s < t - 1 in "
+    "place of s < t). The result is right for a backend that does so"
+)
+
+
+@hint(Level.ANSWER, when=_in_prompts, silences=("first_wrong_row", "decays_that_are_right"), family="recurrent")
+def mistake_of_chunks(e: Evidence) -> str:
+    """The wrong rows are right for a usual mistake of kernels that compute prompts in chunks."""
+    data = cast(StateStepData, e.expected.data)
+    if max(data.news) > _LONGEST or data.before is not None:
+        return ""
+    wrong, out = e.comparison.wrong.any(-1), e.comparison.out.double()
+    error = (out - e.expected.attention)[wrong].square().sum()
+    for text, rows, slip in _slips(e):
+        found = recur(replace(data, mistake=ChunkMistake(rows, slip)))
+        off = (out - found.out).abs()
+        # Limits of exact data are wide, so the answer has to explain most of the error as well.
+        if bool((off <= found.out_limit)[wrong].all()) and bool(off[wrong].square().sum() < _UNEXPLAINED * error):
+            return text
+    return ""
+
+
+_UNEXPLAINED = 0.1
+"""Part of the squared error that rounding may leave."""
+
+
+@hint(Level.PATTERN, when=_in_prompts, family="recurrent")
+def first_wrong_row(e: Evidence) -> str:
+    """Rows of each request are right up to one, and wrong from there on."""
+    first, counts = _first_rows(e), [request.new for request in e.step.requests]
+    if rows := _chunk(e):
+        return (
+            f"each request is right up to row {rows - 1} and wrong from row {rows} on, the first row of its second "
+            f"chunk if chunks have {rows} rows: look at the state that a chunk hands to the next one, and at its decay"
+        )
+    row = min(first.values(), default=0)
+    if not 0 < row < CHUNKS[-1] or (len(first) < 2 and min(counts) <= row):
+        return ""
+    if len(first) < len([count for count in counts if count > row]) and len(e.rows) < _FEWEST_ROWS:
+        return ""
+    right = "row 0" if row == 1 else f"rows 0..{row - 1}"
+    return (
+        f"{right} of each request {'is' if row == 1 else 'are'} right, and later rows are wrong: look at what a row "
+        "reads of the rows before it in its chunk, which is the mask within a chunk and the decay between two rows"
+    )
+
+
+_FEWEST_ROWS = 3
+
+
+@hint(Level.PLACE, when=lambda e: e.changed is not None, family="recurrent")
+def decays_that_are_right(e: Evidence) -> str:
+    """The case is right with data of other decays."""
+    assert e.changed is not None
+    own = e.schedule.case.data
+    found = {data: False if data == own else e.changed.right_with_data(data) for data in STATE_DATA}
+    right = {data for data, answer in found.items() if answer}
+    wrong = {data for data, answer in found.items() if answer is False}
+    reading = _reading(right, wrong)
+    return reading and f"right with data of {_named(right)}, wrong with {_named(wrong)}: {reading}"
+
+
+_ONE = frozenset({"no_decay", "unit_keys"})
+"""Patterns in which the decay is exactly 1."""
+_FORGETS = frozenset({"strong_decay"})
+"""Pattern in which a token forgets all that was before it."""
+
+
+def _named(data: set[str]) -> str:
+    listed = [each for each in STATE_DATA if each in data]
+    return " and ".join(filter(None, [", ".join(listed[:-1]), listed[-1]]))
+
+
+def _reading(right: set[str], wrong: set[str]) -> str:
+    """Interpretation of right and wrong patterns; empty if it is not known."""
+    between = set(STATE_DATA) - _ONE - _FORGETS
+    if right >= _ONE | _FORGETS and wrong >= between - {"weak_decay"}:
+        return (
+            "the result is right if the decay is exactly 1 or 0, so a decay between them is missing, or is that of "
+            "another row"
+        )
+    if right >= _ONE and not wrong & _ONE and wrong:
+        return "the result is right if nothing decays, so a decay is wrong"
+    if wrong == {"like_keys"} or right == {"strong_decay", "unit_keys"}:
+        return (
+            "only keys that are not orthogonal show it, so look at what a token overwrites of the tokens before it "
+            "(the delta rule)"
+        )
+    if right == _FORGETS:
+        return "the result is right if a token forgets all before it, so what a row reads of earlier tokens is wrong"
+    return ""
