@@ -284,17 +284,8 @@ def _together_with(declared: Capabilities, case: Case) -> str:
             changed = case.with_changes(**without)
             both = name not in not_declared(declared, case) and not not_declared(declared, changed)
             if changed != case and both and _declared_by_itself(declared, case):
-                why = next((why for word, with_, why in _WHY_APART if word in case.variants and with_ == name), "")
-                reason = why or "no case has both"
-                return f" together with {name}; each of them is declared, and the pair is excluded: {reason}"
+                return f" together with {name}; each of them is declared, and no case has both"
     return ""
-
-
-_WHY_APART = (
-    ("noncausal", "a window", "layers that are not causal have no window"),
-    ("unusedscales", "its KV dtype", "an FP8 pool uses its scales"),
-)
-"""Server variant, the setting that it excludes, and why."""
 
 
 def _declared_by_itself(declared: Capabilities, case: Case) -> bool:
