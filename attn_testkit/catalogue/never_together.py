@@ -1,7 +1,7 @@
 """Declared features that no case has, or no case has together, and what excludes them.
 
 A feature is an option that is declared, or a server variant. ``EXCLUSIVE`` of ``cases/fields.py`` and ``excludes`` of
-server variants say why some have no case together. What they do not explain is a gap of the catalogue.
+server variants say why some have no case together. A pair without a reason and without a case is a gap of the catalogue.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _FROM = "server."
 
 @dataclass(frozen=True)
 class NeverTogether:
-    """Features that no case of a mode has together; of one alone, that no case has it at all."""
+    """Features that no case of a mode has together; a single one is in no case at all."""
 
     mode: ForwardMode
     features: tuple[str, ...]
     why: str
-    """What excludes them; empty if nothing does."""
+    """The reason for which no case has them; empty for a gap."""
 
 
 def never_together(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[NeverTogether]:
-    """Each declared feature, and each two of them, that none of ``cases`` has in ``mode``."""
+    """Every declared feature, and every pair of them, that none of ``cases`` has in ``mode``."""
     own = [case for case in cases if case.mode is mode]
     if not own:
         return []

@@ -25,7 +25,7 @@ def not_covered_lines(not_covered: Mapping[str, Sequence[str]], how: str = "") -
 
 
 def excluded_lines(excluded: Mapping[str, Sequence[str]]) -> list[str]:
-    """``RunHeader.excluded``, one line for each two features."""
+    """``RunHeader.excluded``, one line for a pair of features."""
     return [
         f"never together{f' ({spec})' if len(excluded) > 1 else ''}: {phrase}"
         for spec, phrases in excluded.items()
