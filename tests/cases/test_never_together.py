@@ -1,4 +1,4 @@
-"""Each two features that a backend declares meet in a case of core, or something says why they do not."""
+"""Every pair of features that a backend declares meets in a case of core, or something says why they do not."""
 
 from __future__ import annotations
 
