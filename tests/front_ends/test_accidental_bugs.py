@@ -7,9 +7,9 @@ import pytest
 from in_process import check_backend, plan_run
 
 FOUND_BY = {
-    "Fp16Accumulator": "decode-mha2-d64-bf16-p16-k70.20-contiguous-beyond_fp16-b2prod",
+    "Fp16Accumulator": "decode-mha2-d64-bf16-p16-k70.20-reversed-beyond_fp16-b2prod",
     "NarrowPageOffsets": "decode-mha2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool",
-    "ShortContext": "decode-gqa8x2-d128-bf16-p64-k1500.70-contiguous-gauss-b3prod",
+    "ShortContext": "decode-gqa2x2-d64-bf16-p16-k1500.70-reversed-gauss-b3prod",
     "OneRemainder": "decode-mha2-d64-bf16-p16-k71.72.73.74.75.76.77.78.79.80.81.82.83.84.85.86.87.88.89.90.91."
     "92.93.94.95-shuffled-gauss-b27prod",
     "RaisesInAGroup": "decode-gqa4x2-d64-bf16-p16-k21.3-shuffled-gauss-b2prod",

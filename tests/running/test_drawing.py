@@ -30,13 +30,13 @@ def lanes() -> Iterator[list[LaneProcess]]:
 def drawn_here(monkeypatch: pytest.MonkeyPatch) -> list[ForwardMode]:
     """Modes that are drawn in this process from now on."""
     seen: list[ForwardMode] = []
-    real = catalogue._columns
+    real = catalogue.array_of
 
     def noted(declared, mode, tier):
         seen.append(mode)
         return real(declared, mode, tier)
 
-    monkeypatch.setattr(catalogue, "_columns", noted)
+    monkeypatch.setattr(catalogue, "array_of", noted)
     return seen
 
 
@@ -52,7 +52,7 @@ def test_lanes_draw_most_modes_and_planning_draws_none_again(lanes, monkeypatch)
 
 def test_only_modes_that_are_asked_for_are_drawn(lanes, monkeypatch):
     seen = drawn_here(monkeypatch)
-    draw_in_lanes(lanes, DECLARED, Request(("m:A",), modes=("decode", "no-such-mode")))
+    draw_in_lanes(lanes, DECLARED, Request(("m:A",), modes=("decode",)))
     assert seen == [ForwardMode.DECODE]
     assert all(lane.child is None for lane in lanes)
 

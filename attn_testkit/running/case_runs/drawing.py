@@ -16,7 +16,7 @@ from .lane_process import LaneProcess
 
 def draw_in_lanes(lanes: Sequence[LaneProcess], declared: Capabilities, request: Request) -> None:
     """Have ``generate`` know the cases of every mode that planning asks for. A lane that is lost costs time only."""
-    wanted = [ForwardMode(name) for name in request.modes if name in {*ForwardMode}] or list(ForwardMode)
+    wanted = [*map(ForwardMode, request.modes)] or list(ForwardMode)
     modes = [mode for mode in wanted if any(declared.offers(mode, execution) for execution in Execution)]
     own, *shares = (modes[index :: len(lanes) + 1] for index in range(len(lanes) + 1))
     asked = [
