@@ -1,7 +1,8 @@
 """Declared features that no case has, or no case has together, and what excludes them.
 
 A feature is an option that is declared, or a server variant. ``EXCLUSIVE`` of ``cases/fields.py`` and ``excludes`` of
-server variants say why some have no case together. A pair without a reason and without a case is a gap of the catalogue.
+server variants say why some have no case together. A pair without a reason and without a case is a gap of the
+catalogue.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class MetadataBehindReplay(Given):
 # ATOM #1391: the decode graph reads the buffer of query offsets that prefills fill, and decode does not fill it again.
 @bug(
     "ATOM #1391",
-    "decode-mqa4-d64-bf16-p64-k32.128.64-shuffled-rising_logits-sel16holes-b4prod-multi_mode",
+    "decode-mqa4-d64-bf16-p16-k32.128.64-shuffled-rising_logits-sel16holes-b4prod-multi_mode",
     "buckets-independent",
     execution="graph",
 )
