@@ -46,7 +46,7 @@ def combined_plans(case: Fields, buckets: Sequence[int], plans: Sequence[Plan]) 
         return []
     rng = np.random.default_rng(case.digest ^ 0xA11)
     columns = {**_COLUMNS, "data": tuple(dict.fromkeys((*REVEALING, case.data)))}
-    if case.multi_mode:
+    if (case.instance_of or case).multi_mode:
         # The last step is repeated with other modes between: their plans show only in those of several requests.
         columns |= {"count": _COUNTS[:-1], "bucket": (0,)}
     orders = {name: rng.permutation(len(values)) for name, values in columns.items()}
