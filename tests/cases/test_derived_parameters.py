@@ -40,16 +40,10 @@ FEW_CASES = {
     ("kv-memory", "draft-topk"): "draft-extend has no such k and v",
     ("kv-memory", "num-tokens-per-req"): "speculative modes have no such k and v, but in mixed cases",
     **dict.fromkeys(
-        [
-            ("kv-memory", "last-chunk"),
-            ("windowed-layer", "last-chunk"),
-            ("layout-turns", "last-chunk"),
-            ("last-chunk", "second-step"),
-        ],
+        [("windowed-layer", "last-chunk"), ("last-chunk", "second-step")],
         "a few of the cases in chunks, of one mode",
     ),
     ("capped-layer", "last-chunk"): "a soft cap in a few of the cases in chunks, of one mode",
-    ("capped-layer", "chunked-requests"): "a soft cap in a few of the cases in chunks, of one mode",
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",
     ("shared-prefixes", "chunked-requests"): "one layout of five in one mode",
     ("shared-prefixes", "last-chunk"): "one layout of five in one mode",
