@@ -118,7 +118,7 @@ class Array:
 
     def _single(self, base: Row, name: str, value: Any) -> tuple[Row, frozenset[Any]]:
         """A row that has a value and is plain otherwise, and what the value brings: none excludes a value of none."""
-        row = {**base, name: value}
+        row: Row = {**base, name: value}
         case = self._case(row)
         if case is None and name in _SHAPES:
             row = next((each for each in self._near(row, name) if self._case(each)), row)

@@ -65,7 +65,7 @@ def describe_never_together(
     for mode in modes:
         for gap in never_together(declared, mode, cases):
             found.setdefault((gap.features, gap.why), []).append(mode)
-    single, several = [], []
+    single, several = list[str](), list[str]()
     for (names, why), where in found.items():
         phrase = " with ".join(names) + (f" ({', '.join(where)})" if len(where) < len(modes) else "")
         (single if len(names) == 1 else several).append(f"{phrase}: {why}" if why else phrase)

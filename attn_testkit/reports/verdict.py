@@ -115,8 +115,8 @@ def _words(
         lacking = sum(bool(row.case) and row.status is Status.UNSUPPORTED for row in rows)
         undeclared = f"; {lacking} selected case-runs are not declared" if lacking else ""
         return _partial(header, runs, ran, passed, undeclared + emulated)
-    if lacking := _named(header, header.lacking):
-        return "PARTIAL", f"{text}; no case tries {lacking}, which is declared{emulated}"
+    if untried := _named(header, header.lacking):
+        return "PARTIAL", f"{text}; no case tries {untried}, which is declared{emulated}"
     return f"CONFORMANT ({header.tier})", f"{text}{_not_tried(header)}{emulated}"
 
 
