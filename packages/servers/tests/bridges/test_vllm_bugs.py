@@ -1,4 +1,4 @@
-"""Merged KV groups fail as evidence/findings-vllm.md says, others pass, and bugs put around vLLM's class are found."""
+"""Merged KV groups fail as evidence/findings.md says, others pass, and bugs put around vLLM's class are found."""
 
 from __future__ import annotations
 
