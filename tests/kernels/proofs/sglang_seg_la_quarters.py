@@ -22,7 +22,8 @@ def step(state: torch.Tensor, rows: int) -> list[float]:
         module.SegLaMeta(1, rows, starts, one, starts.diff(), one), caches=scratch if rows > 1 else None,
         cache_indices=torch.zeros_like(one), softmax_scale=1.0,
     )  # fmt: skip
-    return out[:, 0, 0].float().tolist()  # type: ignore[no-any-return]
+    found: list[float] = out[:, 0, 0].float().tolist()
+    return found
 
 
 state = torch.zeros(2, 1, WIDTH, WIDTH, device=DEVICE)

@@ -4,8 +4,6 @@ One key, so the log-sum-exp is its logit: one that fp16 cannot hold, so that the
 on a GPU one that bf16 rounds.
 """
 
-import inspect
-
 import torch
 from common import DEVICE, VLLM, finish, load
 
@@ -33,7 +31,7 @@ for dtype in given if DEVICE == "cuda" else (torch.float16,):  # the interpreter
     said = {each: decode(dtype, each, given[dtype]) for each in (torch.float32, dtype)}
     print(f"{str(dtype)[6:]:9} logit {logit}: " + ", ".join(f"in {str(e)[6:]} {v}" for e, v in said.items()))
     wrong.append(said[torch.float32] == logit != said[dtype])
-place = inspect.getsourcefile(module).replace("ops/triton_decode_attention", "backends/mla/triton_mla")  # type: ignore
+place = str(module.__file__).replace("ops/triton_decode_attention", "backends/mla/triton_mla")
 with open(place) as source:
     used = "lse = torch.zeros(B, q_num_heads, dtype=q.dtype" in source.read()
 finish(not (used and all(wrong)), "the log-sum-exp is rounded to the model's dtype")
