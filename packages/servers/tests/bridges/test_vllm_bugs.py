@@ -104,6 +104,15 @@ def test_a_proof_says_without_a_check_of_the_kit_that_linear_attention_continues
     assert wrong.endswith("300 rows; outputs of 3 rows of a continued one")
 
 
+def test_a_proof_says_without_the_kit_that_pages_of_a_span_are_left_out() -> None:
+    script = HERE / "proof_vllm_flex_spans.py"
+    assert "attn_testkit" not in script.read_text()
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", script], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert (ran.returncode, ran.stdout.splitlines()[-1][:12]) == (1, "WRONG: pages")
+
+
 FRESH = "extend-lightning2-d128-bf16-p16-k0.9-n1a1x2-shuffled-no_decay-k128w1s32.{}.kv-b2prod"
 DRAFT = "target-verify-lightning2-d128-bf16-p16-k9.1-chain2-shuffled-unit_keys-k128w1s32.null.zeroed.kv.slots-b2prod"
 
