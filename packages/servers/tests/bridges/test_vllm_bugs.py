@@ -1,4 +1,4 @@
-"""Merged KV groups fail as evidence/findings-vllm.md says, others pass, and bugs put around vLLM's class are found."""
+"""Merged KV groups fail as evidence/findings.md says, others pass, and bugs put around vLLM's class are found."""
 
 from __future__ import annotations
 
@@ -102,6 +102,15 @@ def test_a_proof_says_without_a_check_of_the_kit_that_linear_attention_continues
     wrong = ran.stdout.splitlines()[-1]
     assert wrong.startswith("WRONG: one token, fresh, MiniMax; one token, fresh, Bailing; draft of three")
     assert wrong.endswith("300 rows; outputs of 3 rows of a continued one")
+
+
+def test_a_proof_says_without_the_kit_that_pages_of_a_span_are_left_out() -> None:
+    script = HERE / "proof_vllm_flex_spans.py"
+    assert "attn_testkit" not in script.read_text()
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", script], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert (ran.returncode, ran.stdout.splitlines()[-1][:12]) == (1, "WRONG: pages")
 
 
 FRESH = "extend-lightning2-d128-bf16-p16-k0.9-n1a1x2-shuffled-no_decay-k128w1s32.{}.kv-b2prod"

@@ -1,7 +1,7 @@
 """Capabilities of each of vLLM's backends, and the place in vLLM 0.33.0 that documents them.
 
 Each line names a file under ``vllm`` and a definition in it. Features that vLLM intends and gets wrong are declared
-here, and described in docs/evidence/findings-vllm.md.
+here, and described in docs/evidence/findings.md.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, padding={"skip_zero"}, fresh={"flag"},
     rollback={"slots"}, strided=True, products="model", conv_products="model",
 )  # fmt: skip
-# Fresh slots get zeros: layers clear them, except for prompts of one token (docs/evidence/findings-vllm.md).
+# Fresh slots get zeros: layers clear them, except for prompts of one token (docs/evidence/findings.md).
 # A state is [head_dim, head_dim].
 _LINEAR_STATE = State(
     k_dims={128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, padding={"skip_zero"}, fresh={"zeroed"},

@@ -43,7 +43,7 @@ class Counts(MambaHybridAttnMetadata):  # type: ignore[misc]
     """Acceptance counts for every builder that takes them, as model runner V1 gives them.
 
     ``MambaHybridModelState`` of V2 leaves ``BailingLinearAttentionMetadataBuilder`` out
-    (docs/evidence/findings-vllm.md).
+    (docs/evidence/findings.md).
     """
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:

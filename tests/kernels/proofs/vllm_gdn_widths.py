@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError, make_backend
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from alone import VLLM, load
 
 KERNEL = load(
