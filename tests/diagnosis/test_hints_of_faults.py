@@ -235,13 +235,13 @@ TOLD = [
     ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
     (
         "grid-covers-the-capture-lengths",
-        "target-verify-gqa2x2-d64-bf16-p16-k301-chain4-shuffled-gauss-b1prod",  # all replays are wrong
+        "target-verify-gqa2x2-d64-bf16-p16-k302-chain4-shuffled-gauss-b1prod",  # all replays are wrong
         "graph",
         "fixed when it was captured",
     ),
     (
         "grid-covers-the-capture-lengths",
-        "target-verify-gqa2x2-d64-bf16-p16-k301-chain4-shuffled-gauss-b1prod",
+        "target-verify-gqa2x2-d64-bf16-p16-k302-chain4-shuffled-gauss-b1prod",
         "graph",
         "captured with this batch, it is right",
     ),
