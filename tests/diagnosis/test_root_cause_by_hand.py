@@ -11,11 +11,12 @@ import torch
 from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun
 from attn_testkit.runner_modes.messages import Rerun, RunRecord, StepRecord
 
-from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import ForwardMode
 from attn_testkit.diagnosis import questions, root_cause
+from attn_testkit.diagnosis.lone_step import least_bucket
 from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.diagnosis.root_cause import explain_numeric
 from attn_testkit.environment import Environment
@@ -33,7 +34,7 @@ def seen(
     step: Step, value: object = "right", replay: bool = False, schedule: Schedule = SCHEDULE, **more: Any
 ) -> Observation:
     """A step with right numbers, or with one that is wrong."""
-    out = expect(SCHEDULE, step).attention.float().clone()
+    out = expect(schedule, step).attention.float().clone()
     if value == "poison":
         out[0, 0, 0] = torch.full((1,), -1, dtype=torch.int32).view(torch.float32)
     elif value == "other fill":
@@ -48,7 +49,7 @@ def seen(
 
 class Asked:
     """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured,
-    in order."""
+    in order, one layer, one layer restored."""
 
     grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
@@ -58,6 +59,9 @@ class Asked:
 
     def runs_eagerly(self, schedule: Schedule) -> bool:
         return "graphs alone" not in self.answers
+
+    def declared(self, case: Case) -> bool:
+        return True
 
     def eager(
         self, schedule: Schedule, step: Step, *, unowned: Any = None, pattern: Any = None, fill: int = POISON
@@ -81,8 +85,12 @@ class Asked:
         programs_in_order: bool = False,
         fill: int = POISON,
         unowned: Any = None,
+        restore_state: bool = False,
         **_: Any,
     ) -> Any:
+        if schedule.case != SCHEDULE.case:
+            assert schedule.case.layers.count == 1
+            return self._one_layer(schedule, restore_state)
         only = schedule.steps[0] if schedule is not SCHEDULE else self.step
         name = "graph"
         if schedule is not SCHEDULE:
@@ -112,6 +120,13 @@ class Asked:
             return GraphRun(seen_steps, 1, allocated_in_capture=allocated, replaced=replaced)
 
         return self._answer(name, run)
+
+    def _one_layer(self, schedule: Schedule, restored: bool) -> Any:
+        def run(value: object) -> GraphRun:
+            replays = tuple((schedule, seen(each, value, True, schedule)) for each in schedule.steps)
+            return GraphRun(replays, 1, restored=("work.count",) if restored else ())
+
+        return self._answer("one layer restored" if restored else "one layer", run)
 
     def _answer(self, name: str, make: Callable[[object], Any]) -> Any:
         value = self.answers.get(name, "wrong")
@@ -316,13 +331,13 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
 
 
 def test_the_least_bucket_holds_the_requests_and_their_rows() -> None:
-    assert [root_cause._least_bucket(SCHEDULE, step) for step in SCHEDULE.steps] == [step.bs for step in SCHEDULE.steps]
+    assert [least_bucket(SCHEDULE, step) for step in SCHEDULE.steps] == [step.bs for step in SCHEDULE.steps]
     extend = make_schedule(parse_case("extend-gqa2x2-d32-fp32-p4-k3.9-n4a8.1-shuffled-gauss-b5prod"))
     for step in extend.steps:
-        least = root_cause._least_bucket(extend, step)
+        least = least_bucket(extend, step)
         assert step.bs <= least <= step.bucket
         assert (least - 1) * 4 < step.tokens <= least * 4 or least == step.bs
-    assert root_cause._least_bucket(extend, extend.steps[0]) == 3
+    assert least_bucket(extend, extend.steps[0]) == 3
 
 
 @pytest.mark.parametrize(
@@ -346,6 +361,15 @@ def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
     assert nothing_attended["evidence"].in_graph is (in_graph and not by_itself)
     assert nothing_attended["evidence"].right_when_alone is (hint == "as the only replay of the only bucket")
     assert not nothing_attended["evidence"].computes_nan
+
+
+def test_layers_share_a_counter_if_with_one_layer_replays_are_right_once_it_is_restored() -> None:
+    said = "and layers share it: with one layer each replay is right if self.work.count holds"
+    found, _ = explained(replay=True, eager="right", **{"one layer restored": "right"})
+    assert (found.check, said in found.hint) == ("replay-follows-batch", True)
+    for plain, restored in (("right", "right"), (None, "right"), ("wrong", None), ("wrong", "wrong")):
+        found, _ = explained(replay=True, eager="right", **{"one layer": plain, "one layer restored": restored})
+        assert said not in found.hint
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.hints import ORDER, Evidence
 from attn_testkit.diagnosis.hints.hint import Level
 from attn_testkit.families.expected import expect
+from attn_testkit.families.table import family_of
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
 V1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-{}-b3prod"
@@ -20,8 +21,9 @@ def v1(data: str = "gauss") -> Schedule:
 
 
 def assumed(evidence: Evidence) -> str:
-    """The first assumption that fits, whatever else is known."""
-    texts = (hint(evidence) for hint in ORDER if hint.level is Level.ANSWER)
+    """The first assumption of the family that fits, whatever else is known."""
+    family = family_of(evidence.schedule.case).name
+    texts = (hint(evidence) for hint in ORDER if hint.level is Level.ANSWER and hint.family == family)
     return next((text for text in texts if text), "")
 
 
