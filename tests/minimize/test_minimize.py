@@ -43,21 +43,19 @@ COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
     [
         (
             PACKED,
-            "draft-extend-mqa4-d128-fp16-p16-k1500.70.9-n2a2x3-reversed-plus_minus_one-kvfp8e4m3-w700-cap1.5-sink-b4prod",
+            "draft-extend-mqa4-d128-fp16-p16-k1500.70.9-n2a2x3-shared-plus_minus_one-kvfp8e4m3-w700-cap1.5-sink-b4prod",
             "replay-follows-batch",
             ["rows"],
         ),
         (
             PADDED_ROWS,
-            "draft-extend-gqa3x2-d128-fp16-p4-k7x2-n4a1.3-interleaved-rising_logits-w4000-cap1.5-sink-layers3from0varied"
-            "-b5nan",
+            "draft-extend-gqa3x2-d128-fp16-p4-k0.1.8-n4a1x3-interleaved-negative-kvfp8e4m3-w11-cap1.5-b3prod",
             "padding-inert",
             ["rows"],
         ),
         (
             WINDOW,
-            "decode-mla2-d32r64-bf16-p128-k1.2.5.9.14.2.30-contiguous-gauss-kvfp8e4m3-w4-cap1.5-sink-layers3from0varied"
-            "-b10stale",
+            "decode-mqa4-d256-bf16-p1-k1.2.5.9.14.2.30-reversed-shifted-kvfp8e4m3-w4-cap1.5-sink-b8stale",
             "matches-oracle",
             ["window"],
         ),
@@ -74,7 +72,7 @@ def test_a_failing_case_of_core_ends_with_two_dimensions_or_fewer(
 
 
 def test_the_command_in_a_process_of_its_own_ends_with_two_dimensions_or_fewer() -> None:
-    case = "decode-mha2-d32-bf16-p128-k300.70.12-shuffled-peaked-w4-sink-b3prod"
+    case = "decode-gqa3x2-d32-bf16-p4-k600.70.12-contiguous-peaked-kvfp8e4m3-w4-sink-b3prod"
     assert case in {each.id for each in core_of(LAST_PAGE, case)}
     done = subprocess.run(
         [*COMMAND, "--backend", LAST_PAGE, case],

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
+from ..rows import Extend, room_for
 from .variant import ServerVariant
 
 _LENS = (9, 70, 1)
+_PROMPTS = (20, 20, 20)
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
@@ -17,7 +19,12 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if _fits(declared, small):
-        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"padded_tokens"}))
+        padded = small.with_changes(data="gauss", variants=frozenset({"padded_tokens"}))
+        yield padded.of_requests(_LENS, padded=1)
+        if small.mode is ForwardMode.EXTEND:
+            # Prompts without a prefix take another kernel (vllm-ascend #5397).
+            rows = Extend(_PROMPTS, room_for(_PROMPTS))
+            yield padded.of_requests((0,) * len(_PROMPTS), padded=1, rows=rows, layout="shuffled")
 
 
 PADDED_TOKENS = ServerVariant(

@@ -96,7 +96,7 @@ class UnmappedBlocksAreZero(Known):
         return super().parts(scores, seen | unmapped, v, rows)
 
 
-@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p1-k7x2-contiguous-rising_logits-b3prod-multi_mode")
+@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p1-k32.128-contiguous-rising_logits-b3prod-multi_mode")
 class MaskInPlaceOfWindow(Tiled):
     """With a mask of its own a step has no window, and causality compares keys with the row's number in its step."""
 

@@ -76,7 +76,7 @@ class WindowOutNotStored(OfTwoModes):
 
 @bug(
     "aiter #4427",
-    "extend-gqa8x2-d128-bf16-p16-k9.37.1-n2a2x3-shuffled-gauss-kvfp8e4m3-layers1from0-b4prod-bigpool",
+    "extend-mqa4-d128-bf16-p16-k9.37.1-n2a2x3-shuffled-gauss-kvfp8e4m3-layers1from0-b4prod-bigpool",
     "reads-own-kv",
 )
 class BlockStrideInt32(OfTwoModes):
