@@ -71,10 +71,11 @@ def test_a_record_keeps_both(off_by_one, tmp_path):
     assert 'href="#check-matches-oracle"' in page
 
 
-def test_one_bug_is_one_or_two_causes_however_many_case_runs_it_breaks(off_by_one, packed_stride):
+def test_one_bug_is_a_few_causes_however_many_case_runs_it_breaks(off_by_one, packed_stride):
     (largest, *others) = group_failures(off_by_one.failures)
     assert len(largest.results) + sum(len(group.results) for group in others) == len(off_by_one.failures) == 8
-    assert len(others) <= 2
+    # In requests of two pages the lost last page is also what comes after a capacity of one page.
+    assert len(others) <= 3
     assert largest.check == "matches-oracle"
     assert "KV token" in largest.cause
     assert "missing" in largest.cause
