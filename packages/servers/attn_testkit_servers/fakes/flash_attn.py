@@ -17,7 +17,19 @@ import torch
 
 from . import paged_attention as paged
 from .flash_attn_plan import SM_COUNT, SplitPlan, split_plan
-from .refusals import Arguments, Change, Check, Functions, Refusals, but, operators_of, refuse, to
+from .refusals import (
+    Arguments,
+    Check,
+    Functions,
+    Refusals,
+    but,
+    of_width,
+    operators_of,
+    refuse,
+    strided_heads,
+    to,
+    zeros,
+)
 
 _FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.float16, torch.bfloat16, _FP8)
@@ -150,26 +162,9 @@ _DIVIDE = "Number of heads in key/value must divide number of heads in query"
 _OUT_DTYPE = "output must have the same dtype as inputs. For FP8 input, output must have dtype BF16"
 
 
-def _strided_heads(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _cut(width: int) -> Change:
-    return but(**dict.fromkeys(("q", "k", "v", "out"), lambda x: torch.cat([x] * 5, -1)[..., :width]))
-
-
 def _of_68_heads(a: Arguments) -> Arguments:
     sinks = torch.zeros(68, dtype=torch.bfloat16, device=a["q"].device)
     return {"s_aux": sinks, **{x: a[x].repeat(1, 17, 1) for x in ("q", "out")}}
-
-
-def _sinks(count: int, dtype: torch.dtype, step: int = 1) -> Change:
-    return lambda a: {"s_aux": torch.zeros(count * step, dtype=dtype, device=a["q"].device)[::step]}
-
-
-def _schedule_like(count: int, dtype: torch.dtype, step: int = 1) -> Change:
-    """Schedules are refused before they are read."""
-    return lambda a: {"scheduler_metadata": torch.zeros(count * step, dtype=dtype, device=a["q"].device)[::step]}
 
 
 def _aligned(a: Any) -> bool:
@@ -195,7 +190,7 @@ FORWARD: tuple[Check, ...] = (
           "query and key must have the same dtype", _API),
     Check("values of another dtype", but(v=torch.Tensor.half), lambda a: a.v.dtype == a.q.dtype,
           "query and value must have the same dtype", _API),
-    Check("queries with a stride", but(q=_strided_heads), lambda a: all(x.stride(-1) == 1 for x in (a.q, a.k, a.v)),
+    Check("queries with a stride", but(q=strided_heads), lambda a: all(x.stride(-1) == 1 for x in (a.q, a.k, a.v)),
           "Input tensor must have contiguous last dimension", _API),
     Check("a page table of int64", but(page_table=torch.Tensor.long), lambda a: a.page_table.dtype == torch.int32,
           "page_table must have dtype torch.int32", _API),
@@ -207,7 +202,7 @@ FORWARD: tuple[Check, ...] = (
           "cu_seqlens_q must have dtype torch.int32", _API),
     Check("offsets of more requests", but(cu_seqlens_q=lambda x: torch.cat([x, x[-1:]])),
           lambda a: len(a.cu_seqlens_q) == len(a.page_table) + 1, "batch_size must be equal to batch_size_k", _API),
-    Check("a head dim of 264", _cut(264), lambda a: a.q.shape[-1] <= 256,
+    Check("a head dim of 264", of_width(264), lambda a: a.q.shape[-1] <= 256,
           "FlashAttention forward only supports head dimension at most 256", _API),
     Check("heads that do not divide", but(q=lambda x: x[:, :3], out=lambda x: x[:, :3]),
           lambda a: a.q.shape[1] % a.k.shape[2] == 0, _DIVIDE, _API),
@@ -223,36 +218,39 @@ FORWARD: tuple[Check, ...] = (
           "seqused_k must be contiguous", _API),
     Check("lengths of fewer requests", but(seqused_k=lambda x: x[:1]),
           lambda a: len(a.seqused_k) == len(a.page_table), "seqused_k must have shape (batch_size)", _API),
-    Check("a head dim of 60", _cut(60), _aligned, "head_size should be a multiple of ", _API),
+    Check("a head dim of 60", of_width(60), _aligned, "head_size should be a multiple of ", _API),
     Check("outputs of another dtype", but(out=torch.Tensor.half),
           lambda a: a.out.dtype == (torch.bfloat16 if a.q.dtype == _FP8 else a.q.dtype), _OUT_DTYPE, _API),
-    Check("outputs with a stride", but(out=_strided_heads), lambda a: a.out.stride(-1) == 1,
+    Check("outputs with a stride", but(out=strided_heads), lambda a: a.out.stride(-1) == 1,
           "Output tensor must have contiguous last dimension", _API),
     Check("outputs of fewer rows", but(out=lambda x: x[:2]), lambda a: a.out.shape == (*a.q.shape[:2], a.v.shape[-1]),
           "out must have shape (total_q, num_heads, head_size_v)", _API),
 )  # fmt: skip
 """Checks of ``fwd`` before it plans, in their order."""
 PLANNED: tuple[Check, ...] = (
-    Check("a longer schedule", _schedule_like(99, torch.int32),
+    Check("a longer schedule", zeros("scheduler_metadata", 99, torch.int32),
           lambda a: a.scheduler_metadata is None or a.scheduler_metadata.shape == (a.plan.size,),
           "scheduler_metadata must have shape (metadata_size)", _API),
-    Check("a schedule with a stride", _schedule_like(9, torch.int32, 2),
+    Check("a schedule with a stride", zeros("scheduler_metadata", 9, torch.int32, 2),
           lambda a: a.scheduler_metadata is None or a.scheduler_metadata.is_contiguous(),
           "scheduler_metadata must be contiguous", _API),
-    Check("a schedule of int64", _schedule_like(9, torch.int64),
+    Check("a schedule of int64", zeros("scheduler_metadata", 9, torch.int64),
           lambda a: a.scheduler_metadata is None or a.scheduler_metadata.dtype == torch.int32,
           "scheduler_metadata must have dtype int32", _API),
     Check("257 splits", to(num_splits=257), lambda a: a.plan.splits <= 256, "num_splits > 256 not supported", _API),
     *map(_descale, ("q_descale", "k_descale", "v_descale")),
     Check("sinks of 68 heads", _of_68_heads, lambda a: a.s_aux is None or a.heads <= 64,
           "We only support query heads <= 64 with S aux", _API),
-    Check("sinks in float32", _sinks(4, torch.float32), lambda a: a.s_aux is None or a.s_aux.dtype != torch.float32,
+    Check("sinks in float32", zeros("s_aux", 4, torch.float32),
+          lambda a: a.s_aux is None or a.s_aux.dtype != torch.float32,
           "We only support bf16 dtype for S aux.", _API),
-    Check("sinks in fp16", _sinks(4, torch.float16), lambda a: a.s_aux is None or a.s_aux.dtype == torch.bfloat16,
+    Check("sinks in fp16", zeros("s_aux", 4, torch.float16),
+          lambda a: a.s_aux is None or a.s_aux.dtype == torch.bfloat16,
           "We only support bf16 dtype for S aux.", _API),
-    Check("sinks of fewer heads", _sinks(2, torch.bfloat16),
+    Check("sinks of fewer heads", zeros("s_aux", 2, torch.bfloat16),
           lambda a: a.s_aux is None or a.s_aux.shape == (a.heads,), "s_aux must have shape (num_heads)", _API),
-    Check("sinks with a stride", _sinks(4, torch.bfloat16, 2), lambda a: a.s_aux is None or a.s_aux.is_contiguous(),
+    Check("sinks with a stride", zeros("s_aux", 4, torch.bfloat16, 2),
+          lambda a: a.s_aux is None or a.s_aux.is_contiguous(),
           "s_aux must be contiguous", _API),
 )  # fmt: skip
 """Checks of ``fwd`` once it has planned."""

@@ -13,7 +13,20 @@ from typing import Any
 import torch
 
 from . import paged_attention as paged
-from .refusals import Arguments, Change, Check, Functions, Refusals, but, operators_of, refuse, to
+from .refusals import (
+    Arguments,
+    Change,
+    Check,
+    Functions,
+    Refusals,
+    but,
+    of_width,
+    operators_of,
+    refuse,
+    strided_heads,
+    to,
+    zeros,
+)
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_SPLITS = 128
@@ -81,18 +94,6 @@ _SPLITS = "csrc/flash_attn/flash_api.cpp:set_params_splitkv"
 """Functions of vLLM's FlashAttention at 617264c1."""
 
 
-def _strided_heads(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _cut(width: int) -> Change:
-    return but(**dict.fromkeys(("q", "k", "v", "out"), lambda x: torch.cat([x] * 5, -1)[..., :width]))
-
-
-def _slopes(count: int, dtype: torch.dtype, step: int = 1) -> Change:
-    return lambda a: {"alibi_slopes": torch.zeros(count * step, dtype=dtype, device=a["q"].device)[::step]}
-
-
 def _one_row(**more: Any) -> Change:
     """The first rows of both requests; their heads become rows."""
 
@@ -122,7 +123,7 @@ VARLEN: tuple[Check, ...] = (
     Check("a block table with a stride", but("block_table"),
           lambda a: a.block_table is None or a.block_table.stride(-1) == 1,
           "block_table must have contiguous last dimension", _API),
-    Check("queries with a stride", but(q=_strided_heads), lambda a: all(x.stride(-1) == 1 for x in (a.q, a.k, a.v)),
+    Check("queries with a stride", but(q=strided_heads), lambda a: all(x.stride(-1) == 1 for x in (a.q, a.k, a.v)),
           "Input tensor must have contiguous last dimension", _API),
     Check("offsets with a stride", but("cu_seqlens_q"), lambda a: a.cu_seqlens_q.is_contiguous(),
           "cu_seqlens_q must be contiguous", _API),
@@ -137,9 +138,9 @@ VARLEN: tuple[Check, ...] = (
           lambda a: not _is_swapped(a) or len(a.q) == _bs(a),
           "is invalid for input of size", _API),
     Check("no request", but(cu_seqlens_q=lambda x: x[:1]), lambda a: _bs(a) > 0, "batch size must be positive", _API),
-    Check("a head dim of 264", _cut(264), lambda a: a.q.shape[-1] <= 256,
+    Check("a head dim of 264", of_width(264), lambda a: a.q.shape[-1] <= 256,
           "FlashAttention forward only supports head dimension at most 256", _API),
-    Check("a head dim of 60", _cut(60), lambda a: a.q.shape[-1] % 8 == 0,
+    Check("a head dim of 60", of_width(60), lambda a: a.q.shape[-1] % 8 == 0,
           "query, key, value, and out_ must have a head_size that is a multiple of 8", _API),
     Check("heads that do not divide", but(q=lambda x: x[:, :3], out=lambda x: x[:, :3]),
           lambda a: a.q.shape[1] % a.k.shape[2] == 0,
@@ -162,7 +163,7 @@ VARLEN: tuple[Check, ...] = (
           "seqused_k_ must have shape (batch_size)", _API),
     Check("outputs of another dtype", but(out=torch.Tensor.half), lambda a: a.out is None or a.out.dtype == a.q.dtype,
           "Output must have the same dtype as inputs", _API),
-    Check("outputs with a stride", but(out=_strided_heads), lambda a: a.out is None or a.out.stride(-1) == 1,
+    Check("outputs with a stride", but(out=strided_heads), lambda a: a.out is None or a.out.stride(-1) == 1,
           "Output tensor must have contiguous last dimension", _API),
     Check("outputs of fewer rows", but(out=lambda x: x[:2]), lambda a: a.out is None or a.out.shape == a.q.shape,
           "out must have shape (sizes[0], sizes[1], head_size)", _API),
@@ -172,13 +173,13 @@ VARLEN: tuple[Check, ...] = (
           lambda a: not _is_swapped(a) or a.num_splits <= _MOST_SPLITS, "num_splits > 128 not supported", _SPLITS),
     Check("two splits of several rows", to(num_splits=2), lambda a: _is_swapped(a) or a.num_splits <= 1,
           "num_splits > 1 is not supported for varlen paged KV", _API),
-    Check("slopes in bf16", _slopes(4, torch.bfloat16),
+    Check("slopes in bf16", zeros("alibi_slopes", 4, torch.bfloat16),
           lambda a: a.alibi_slopes is None or a.alibi_slopes.dtype == torch.float32,
           "ALiBi slopes must have dtype fp32", _ALIBI),
-    Check("slopes with a stride", _slopes(4, torch.float32, 2),
+    Check("slopes with a stride", zeros("alibi_slopes", 4, torch.float32, 2),
           lambda a: a.alibi_slopes is None or a.alibi_slopes.stride(-1) == 1,
           "ALiBi slopes tensor must have contiguous last dimension", _ALIBI),
-    Check("slopes of fewer heads", _slopes(2, torch.float32),
+    Check("slopes of fewer heads", zeros("alibi_slopes", 2, torch.float32),
           lambda a: a.alibi_slopes is None or a.alibi_slopes.shape in ((a.q.shape[1],), (_bs(a), a.q.shape[1])), "",
           _ALIBI),
 )  # fmt: skip

@@ -94,6 +94,21 @@ def to(**values: Any) -> Change:
     return lambda given: values
 
 
+def strided_heads(x: torch.Tensor) -> torch.Tensor:
+    """[N, H, D] -> the same values, with neighboring heads next to each other in memory instead of channels."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def of_width(width: int) -> Change:
+    """A change of ``q``, ``k``, ``v`` and ``out`` to another head dim, at most five times as wide."""
+    return but(**dict.fromkeys(("q", "k", "v", "out"), lambda x: torch.cat([x] * 5, -1)[..., :width]))
+
+
+def zeros(name: str, count: int, dtype: torch.dtype, step: int = 1) -> Change:
+    """A change of an argument to [count] zeros with a stride of ``step``: a check refuses it before it is read."""
+    return lambda given: {name: torch.zeros(count * step, dtype=dtype, device=given["q"].device)[::step]}
+
+
 def operators_of(package: str, module: str, namespace: str = "") -> Any:
     """``torch.ops.namespace`` of a compiled module ``package/module.abi3.so``, loaded without importing the package.
 
