@@ -29,7 +29,8 @@ def full_context_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     if most <= _SHORT or (most > _LONG_OF_MLA if small.heads.layout.wide_rows else most > _LONG):
         return
     two = small.of_requests((1, 1), layers=Layers(1), page_size=usual_page(declared))
-    # Whether the request table is wider than its longest request is drawn for each case: the longest that fits.
+    # A derived parameter decides whether the request table is wider than the longest request. The longest request that
+    # fits is looked for.
     for below, shift in product(range(1, _PAGES_BELOW * two.page_size), range(_DRAWS)):
         near = two.with_changes(prefixes=(most - below, most * 5 // 8 + shift), layout="shuffled", data=CODES)
         if context_len(near) <= most:

@@ -24,15 +24,14 @@ _RULES = (
     ("rows without a key", "layers that use the selection of another", _OPTIONS),
     *((word, name, why) for word, each in SERVER_VARIANTS.items() for name, why in each.excludes.items()),
 )
-_ALONE = "it has small cases of its own, because one costs as much as several"
+_ALONE = "it has only small cases of its own, because one of them costs as much as several others"
 _FROM = "server."
 
 
 @dataclass(frozen=True)
 class NeverTogether:
-    """Features that no case of a mode has together; a single one is in no case at all."""
+    """Features that no case has together; a single one is in no case at all."""
 
-    mode: ForwardMode
     features: tuple[str, ...]
     why: str
     """The reason for which no case has them; empty for a gap."""
@@ -47,10 +46,10 @@ def never_together(declared: Capabilities, mode: ForwardMode, cases: Sequence[Ca
     has = {name: frozenset(case.id for case in own if test(case)) for name, test in tests.items()}
     of_mode = _common(own)
     brings = {name: of_mode | {name} | _common([case for case in own if case.id in ids]) for name, ids in has.items()}
-    found = [NeverTogether(mode, (name,), _why(brings[name], of_mode)) for name, ids in has.items() if not ids]
+    found = [NeverTogether((name,), _why(brings[name], of_mode)) for name, ids in has.items() if not ids]
     tried = [name for name, ids in has.items() if ids]
     return found + [
-        NeverTogether(mode, (one, other), _alone(one, other) or _why(brings[one], brings[other]))
+        NeverTogether((one, other), _alone(one, other) or _why(brings[one], brings[other]))
         for one, other in combinations(tried, 2)
         if not has[one] & has[other]
     ]

@@ -152,7 +152,7 @@ def _late_in_a_bin(long: Sequence[RowScores], taken: Mapping[int, torch.Tensor],
         lost = (each.scores > threshold) & ~taken[each.row]
         if not bool(lost.any()):
             continue
-        # As a radix select sees scores: the upper 8 bits of halves.
+        # A radix select compares the upper 8 bits of scores in half precision.
         bins = each.scores.half().view(torch.int16) >> 8
         inside = bins == bins[each.scores == threshold][0]
         first = int(lost.nonzero()[0])

@@ -35,7 +35,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
         if small.mode is ForwardMode.DECODE:
             yield from _narrow(declared, found)
         elif "fp8_e4m3" in declared.kv_dtypes:
-            # Another kernel, with strides of its own (aiter #4427).
+            # FP8 pools are read by another kernel, which has strides of its own (aiter #4427).
             yield from (case.with_changes(kv_dtype="fp8_e4m3") for case in found)
 
 
