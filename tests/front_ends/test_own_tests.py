@@ -10,6 +10,8 @@ from pathlib import Path
 import fake_runner
 import pytest
 
+from attn_testkit.running.processes.judge_process import JudgeProcess
+
 HERE = Path(__file__).parent
 INSTALL_FAKE = f"""
 import sys
@@ -63,10 +65,13 @@ def plan(judge, request):
         file.write(f"{request.seed}\\n")
     return real(judge, request)
 judge_process.JudgeProcess.plan = plan
+def pytest_unconfigure():
+    judge_process.JudgeProcess.plan = real
 """
 
 
 def test_workers_of_xdist_plan_a_request_once_for_all_of_them(own, pytester):
+    plans = JudgeProcess.plan
     with (pytester.path / "conftest.py").open("a") as file:
         file.write(NOTES_PLANS)
     pytester.makepyfile(
@@ -81,6 +86,7 @@ def test_workers_of_xdist_plan_a_request_once_for_all_of_them(own, pytester):
     found = own("'fake:ok,ok'", "-n3")
     found.assert_outcomes(passed=16, skipped=2)
     assert sorted((pytester.path / "planned").read_text().split()) == ["0", "7"]
+    assert JudgeProcess.plan is plans, "the controller ran in this process, and later tests plan as well"
 
 
 @XDIST
