@@ -61,7 +61,7 @@ def plain(value: object) -> Any:
 
 def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
     """The inverse of ``plain(asdict(result))``; ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
-    values = _renamed(data)
+    values = dict(data)
     margin = values["margin"]
     values |= {
         "status": Status(values["status"]),
@@ -75,16 +75,8 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
     return CaseResult(**values)
 
 
-_EARLIER_NAMES = {"untried": "not_covered", "not_judged": "not_evaluated"}
-"""Field of a results file as it was written first -> its name."""
-
-
 _OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed", "memory", "repeated")
 """Fields that are written only if they say something: most case-runs pass."""
-
-
-def _renamed(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {_EARLIER_NAMES.get(name, name): value for name, value in data.items()}
 
 
 def _finding_from_plain(data: Mapping[str, Any]) -> Finding:
@@ -263,7 +255,7 @@ def read_report(path: str | Path) -> Report:
 
 
 def _header_from_plain(data: Mapping[str, Any]) -> RunHeader:
-    values = _renamed(data)
+    values = dict(data)
     selection = {**values.get("selection", {})}
     values |= {
         "limits": tuple(values["limits"]),

@@ -193,16 +193,6 @@ def test_a_file_that_is_no_record_is_one_line(tmp_path, text, message):
         read_report(tmp_path / "x.json")
 
 
-def test_a_results_file_with_earlier_names_of_fields_is_read(tmp_path):
-    report = run_of("ok,wrong", not_covered={"a": ("page size 64",)})
-    path = written(tmp_path, report)
-    text = path.read_text()
-    assert text.count('"not_evaluated"') == len(report.results)
-    text = text.replace('"not_covered"', '"untried"').replace('"not_evaluated"', '"not_judged"')
-    path.write_text(json.dumps(of_an_earlier_version(json.loads(text))))
-    assert read_report(path) == report
-
-
 class Page(HTMLParser):
     """Checks that tags close, and keeps the visible text."""
 
