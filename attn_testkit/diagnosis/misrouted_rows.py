@@ -24,6 +24,8 @@ _MOST_ROWS = 12
 """Number of wrong rows that are compared."""
 _MOST_QUERIES = 64
 """Number of rows of a step whose queries are tried."""
+_ENDS = 16
+"""Number of KV tokens at either end of a request that are tried as the only one."""
 _SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", "fp16_overflow", "beyond_fp16", CODES), "gauss"
 """Data in which a row's result does not depend on its query, so that an earlier row looks like a shorter length; and
 data that is used instead."""
@@ -78,6 +80,8 @@ def find_misrouted(
     for row in comparison.wrong_rows[:_MOST_ROWS]:
         layers = comparison.wrong[:, row].flatten(1).any(-1)
         out = comparison.out[layers][:, row].double()
+        if not biased and _holds_one_own_value(schedule, comparison, out, layers, row):
+            continue  # of another request, too, if their data are alike, as in one_hot data
         found += (
             _result_of(comparison, out, layers, row)
             or ([] if biased else _keys_of(schedule, comparison, out, layers, row))
@@ -122,6 +126,31 @@ def _sees_one_key(comparison: Comparison, layers: torch.Tensor, request: int) ->
     bad = [layer for layer, wrong in zip(own, layers.tolist(), strict=True) if wrong]
     seen = torch.stack([seen_in(data.visible, data, each)[data.row_request, data.row_offset].sum(-1) for each in bad])
     return (seen == 1).all(0) & (data.row_request == request)
+
+
+def _holds_one_own_value(
+    schedule: Schedule, comparison: Comparison, out: torch.Tensor, layers: torch.Tensor, row: int
+) -> bool:
+    """True if the row attended to a single KV token of its own request: one of the first or of the last."""
+    data = comparison.expected.data
+    own, offset = _place(data, row)
+    keys = list(range(comparison.observed.step.lens[own]))
+    tried = torch.tensor(sorted({*keys[:_ENDS], *keys[-_ENDS:]}))
+    one, count = slice(own, own + 1), len(tried)
+    supposed: StepData = replace(
+        data,
+        q=data.q[:, row : row + 1].expand(-1, count, -1, -1),
+        stored_keys=data.stored_keys[:, one],
+        stored_values=None if data.stored_values is None else data.stored_values[:, one],
+        visible=(torch.arange(data.visible.shape[-1]) == tried[:, None])[None],
+        key_positions=data.key_positions[one],
+        query_positions=data.query_positions[one, offset : offset + 1].expand(-1, count),
+        row_request=torch.zeros(count, dtype=torch.int64),
+        row_offset=torch.arange(count),
+        encoder=data.encoder and data.encoder.part((own,)),
+    )
+    result, limit = attend_with_limit(schedule, supposed)
+    return bool(_like(out, result.out[layers], limit[layers], comparison.exists[layers]).any())
 
 
 def _copy_of(comparison: Comparison, out: torch.Tensor, layers: torch.Tensor, row: int) -> list[MisroutedRow]:

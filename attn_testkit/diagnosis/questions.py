@@ -15,6 +15,7 @@ from ..families.table import family_of
 from ..steps.schedule import Schedule, Step
 from .attended_keys import find_attended
 from .hints import Evidence, hints
+from .hints.evidence import explains
 from .launch_grids import programs_of_nobody
 from .misrouted_rows import find_misrouted
 from .moved_columns import moved_columns
@@ -72,24 +73,12 @@ def _supposed(evidence: Evidence) -> list[str]:
     lens = torch.tensor(evidence.step.lens)[expected.data.row_request]
     for each in supposed:
         near = _near(comparison, each)
-        if not bool(near[comparison.wrong.any(-1)].all()) or not _explains(comparison, each):
+        if not bool(near[comparison.wrong.any(-1)].all()) or not explains(comparison, each.answer.out):
             continue
         where = _where_it_is_made(comparison, near.all(-1), lens)
         if where is not None:
             return [f"{each.text}{where}"]
     return []
-
-
-def _explains(comparison: Comparison, supposed: Supposition) -> bool:
-    """True if the supposed answer leaves little of the error. Within wide limits, as of exact data, many are near."""
-    of = comparison.wrong.any(-1) & comparison.finite.all(-1)
-    out, want = comparison.out.double()[of], comparison.expected.attention[of]
-    left = (out - supposed.answer.out[of]).nan_to_num(0.0)
-    return bool(left.square().sum() <= _UNEXPLAINED * (out - want).square().sum())
-
-
-_UNEXPLAINED = 0.25
-"""Part of the squared error of wrong rows that rounding may leave."""
 
 
 def _near(comparison: Comparison, supposed: Supposition) -> torch.Tensor:

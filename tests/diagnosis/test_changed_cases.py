@@ -8,6 +8,7 @@ from types import SimpleNamespace as Of
 from typing import Any
 
 import pytest
+import torch
 from wrong_steps import observed, wrong_at
 
 from attn_testkit.cases.case import Case, parse_case
@@ -235,6 +236,19 @@ def test_a_boundary_of_tokens_is_reported_as_a_merge_or_as_splits_that_are_left_
     assert later_tiles(evidence(right_up_to_without_sinks=16, used=32)) == ""
     assert hints(evidence(right_up_to=16)) == [merged]
     assert hints(evidence(right_up_to=16, used=32)) == [left_out]
+
+
+@pytest.mark.parametrize(("prefixes", "coincide"), [("20.25.31", True), ("20.25.32", False), ("20.25.3", True)])
+def test_a_last_page_that_begins_at_the_boundary_in_every_wrong_request_is_named_as_well(
+    prefixes: str, coincide: bool
+) -> None:
+    full = evidence(f"decode-gqa2x2-d32-fp32-p16-k{prefixes}-shuffled-gauss-b4prod", right_up_to=16, used=16)
+    data = full.expected.data
+    seen = data.visible & (torch.arange(data.visible.shape[-1]) < 16)
+    out = attend_with_limit(full.schedule, replace(data, visible=seen))[0].out
+    reported = later_tiles(replace(full, comparison=Comparison(observed(full.schedule, out), full.expected)))
+    assert reported.startswith("KV tokens from 16 on are missing: a fixed capacity of 16, ")
+    assert ("a partly filled last page that is dropped" in reported) is coincide
 
 
 def test_a_batch_that_is_right_without_one_of_its_like_is_reported_by_its_size() -> None:

@@ -156,6 +156,23 @@ def test_the_first_token_of_another_request_alone_is_looked_for() -> None:
     assert computed_with(schedule, 1, 1) == ["request 0 was computed with KV tokens 0..0 of request 1"]
 
 
+@pytest.mark.parametrize("wrong", [(0,), (0, 1)])
+def test_the_only_own_token_that_a_row_saw_is_no_other_requests_where_their_data_are_alike(wrong: tuple[int]) -> None:
+    """In ``one_hot`` data key 0 of every long request is carried by the same channel."""
+    schedule = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k63.70.0-shuffled-one_hot-b3prod"))
+    data = make_step_data(schedule, schedule.steps[0])
+    assert data.stored_values is not None
+    assert torch.equal(data.stored_values[:, 0, 0], data.stored_values[:, 1, 0])
+
+    def first_token(out: torch.Tensor, expected: Any) -> None:
+        for row in wrong:
+            out[:, row] = data.stored_values[:, row, 0].repeat_interleave(2, 1)
+
+    comparison = with_rows(schedule, first_token)
+    assert comparison.wrong_rows == wrong
+    assert swaps(comparison) == []
+
+
 def test_a_swapped_row_may_be_right_in_some_of_its_values() -> None:
     schedule = v1()
     expected = expect(schedule, schedule.steps[0])

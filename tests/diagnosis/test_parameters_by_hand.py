@@ -15,6 +15,7 @@ from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
+from attn_testkit.diagnosis.hints.evidence import Supposed
 from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.steps.data import make_layers
@@ -166,6 +167,19 @@ def test_what_is_named_makes_further_guesses_superfluous() -> None:
     right = AttendedKeys(0, 0, frozenset({1}), frozenset({1}), frozenset(), frozenset({1}), 2, {}, None)
     found = evidence(MISTAKES[0][1], attended=right)
     assert hints(found) == [assumed(found)]
+
+
+def test_an_answer_with_wide_limits_that_leaves_the_error_as_it_is_is_no_cause() -> None:
+    """Every logit is capped, so without a scale the answer is the right one, and only its limits are wider."""
+    schedule = make_schedule(parse_case("decode-mla2-d128r64-bf16-p128-k133-reversed-negative-w11-cap1.5-b1prod"))
+    out = expect(schedule, schedule.steps[0]).attention.clone()
+    out[1] *= 0.2
+    found = evidence(out, schedule)
+    unscaled = Supposed(layers=[replace(layer, scaling=1.0) for layer in make_layers(schedule.case)])
+    assert not found.comparison.right
+    assert found.near(unscaled).all()
+    assert not found.right_for(unscaled)
+    assert "scale" not in assumed(found)
 
 
 def test_nothing_is_asked_where_kv_tokens_are_wrong_or_nan() -> None:

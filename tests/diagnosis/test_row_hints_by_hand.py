@@ -839,6 +839,10 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
     ),
     ("the last of a page", attended(range(4), range(5)), {}, "the only one in the last page"),
     ("a page", attended(range(4), range(7)), {}, "the KV tokens of the last page are missing"),
+    ("a page or 16", attended(range(16), range(19)), {}, "the last page are missing, or a fixed capacity of 16"),
+    ("a page of 256", attended(range(256), range(258)), {}, "the last page are missing, or a fixed capacity of 256"),
+    ("one or 256", attended(range(256), range(257)), {}, "off by 1, or a partly filled page that is dropped, or a f"),
+    ("a page of 1", attended(range(256), range(257)), {"page": 1}, "probably a fixed capacity of 256"),
     (
         "two",
         attended(range(5), range(7)),

@@ -200,5 +200,14 @@ def later_tiles(e: Evidence) -> str:
     left_out = "later splits or tiles of keys that are left out, such as partial results that are not merged"
     data = e.expected.data
     if e.right_for(Supposed(data=replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most)))):
-        return f"KV tokens from {most} on are missing: a fixed capacity of {most}, or {left_out} ({known})"
+        why = f"a fixed capacity of {most}{_last_page(e, most)}, or {left_out}"
+        return f"KV tokens from {most} on are missing: {why} ({known})"
     return f"{known}: probably not a wrong length, but {left_out}"
+
+
+def _last_page(e: Evidence, first: int) -> str:
+    """Name the last page if it begins at KV token ``first`` in every wrong request."""
+    page = e.schedule.case.page_size
+    if page == 1 or any((e.lens[request] - 1) // page * page != first for request in e.wrong):
+        return ""
+    return ", a partly filled last page that is dropped (it begins there in every wrong request)"

@@ -206,7 +206,15 @@ def _cut_off(m: _Missing) -> str | None:
             f"KV tokens are missing from somewhere between {before + 1} and {first} on: probably a fixed capacity, a "
             f"page table or grid that is too small for this length{narrow}"
         )
-    if (first >= _ROUND and first & (first - 1) == 0) or (first >= 1024 and first % 1024 == 0):
+    if page > 1 and first == last // page * page:
+        capacity = f", or a fixed capacity of {first}" if _may_be_a_capacity(first, SMALLEST_TILE) else ""
+        if count == 1:
+            return (
+                "the last KV token is missing, the only one in the last page: probably seq_lens of this mode, an "
+                f"end that is off by 1, or a partly filled page that is dropped{capacity}"
+            )
+        return f"the KV tokens of the last page are missing{capacity}"
+    if _may_be_a_capacity(first, _ROUND):
         return (
             f"KV tokens from {first} on are missing: probably a fixed capacity of {first}, or of so many tiles or "
             "splits"
@@ -216,13 +224,6 @@ def _cut_off(m: _Missing) -> str | None:
             f"KV tokens from {first} on are missing, and a page has {page}: probably tiles of {first} whose offset in "
             f"the page is ignored, so that all read the first one, or a capacity of {first}"
         )
-    if page > 1 and first == last // page * page:
-        if count == 1:
-            return (
-                "the last KV token is missing, the only one in the last page: probably seq_lens of this mode, an "
-                "end that is off by 1, or a partly filled page that is dropped"
-            )
-        return "the KV tokens of the last page are missing"
     if e.in_graph:
         since = "was fixed when it was captured" if e.of_capture else "does not follow the batch"
         return (
@@ -240,7 +241,12 @@ def _cut_off(m: _Missing) -> str | None:
 
 
 _ROUND = 256
-"""Least power of two that is probably a constant in code."""
+"""Least power of two that is probably a constant in code, if nothing else ends there."""
+
+
+def _may_be_a_capacity(count: int, least: int) -> bool:
+    """True for a power of two from ``least`` on, and for a multiple of 1024."""
+    return (count >= least and count & (count - 1) == 0) or (count >= 1024 and count % 1024 == 0)
 
 
 def _are(count: int) -> str:
