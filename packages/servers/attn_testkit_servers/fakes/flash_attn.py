@@ -167,6 +167,18 @@ def _of_68_heads(a: Arguments) -> Arguments:
     return {"s_aux": sinks, **{x: a[x].repeat(1, 17, 1) for x in ("q", "out")}}
 
 
+def _of_80_and_64(a: Arguments) -> Arguments:
+    return of_width(80)(a) | {"v": a["v"], "out": a["out"]}
+
+
+def _widths_fit(a: Any) -> bool:
+    """True if this version has a kernel for the width of values: a width of 64 goes with any."""
+    width, of_values = a.q.shape[-1], a.v.shape[-1]
+    return bool(
+        of_values == width or (width <= 64 and of_values <= 512) or (128 < width <= 192 and 96 < of_values <= 128)
+    )
+
+
 def _aligned(a: Any) -> bool:
     return bool(a.q.shape[-1] % (16 if a.q.dtype == _FP8 else 8) == 0)
 
@@ -206,8 +218,7 @@ FORWARD: tuple[Check, ...] = (
           "FlashAttention forward only supports head dimension at most 256", _API),
     Check("heads that do not divide", but(q=lambda x: x[:, :3], out=lambda x: x[:, :3]),
           lambda a: a.q.shape[1] % a.k.shape[2] == 0, _DIVIDE, _API),
-    Check("narrower values", but(v=lambda x: x[..., :32]), lambda a: a.v.shape[-1] == a.q.shape[-1],
-          "If V headdim is different from Q/K dim, ", _API),
+    Check("narrower values", _of_80_and_64, _widths_fit, "If V headdim is different from Q/K dim, ", _API),
     Check("keys of another width", but(k=lambda x: x[..., :32]), lambda a: a.k.shape[-1] == a.q.shape[-1],
           "k must have shape (num_pages, page_size, num_heads_k, head_size)", _API),
     Check("fewer pages of values", but(v=lambda x: x[:1]), lambda a: a.v.shape[:3] == a.k.shape[:3],
