@@ -144,8 +144,9 @@ def fwd(
         if v_descale is not None:
             value_rows = value_rows * v_descale[keys.request][..., None]
     found, lse = paged.attend(
-        queries, key_rows, value_rows, seen, softmax_scale, soft_cap=softcap, round_to=v.dtype, sinks=s_aux
-    )
+        queries, key_rows, value_rows, seen, softmax_scale, soft_cap=softcap, round_to=v.dtype,
+        factor=_FP8_FACTOR if q.dtype == _FP8 else 1.0, sinks=s_aux,
+    )  # fmt: skip
     written = rows.valid & (rows.offset < max_seqlen_q)
     if scheduler_metadata is not None:
         written = written & (rows.offset < _scheduled(scheduler_metadata, plan, bs, heads // kv_heads)[rows.request])
@@ -154,6 +155,8 @@ def fwd(
     return out, lse.t() * 0.6931471805599453, nothing, nothing.clone()
 
 
+_FP8_FACTOR = 2.0**8
+"""By which FP8 probabilities are multiplied before they are rounded: ``Max_offset`` in hopper/softmax.h."""
 _API = "hopper/flash_api.cpp:mha_fwd"
 """A file of vLLM's FlashAttention at 617264c1."""
 _API_METADATA = "hopper/flash_api.cpp:mha_fwd_get_scheduler_metadata"
