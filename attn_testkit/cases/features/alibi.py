@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from .feature import Asked, Columns, Feature, OnLayers, Trait, Without, flag_word, of_flag, option
 
@@ -70,6 +71,14 @@ ALIBI = Feature(
         ),
     ),
     words=(flag_word("alibi", "alibi"),),
+    explained=(
+        Entry(
+            "alibi",
+            "Attention with linear biases: a logit has `slope * (key position - row position)` added, with a "
+            "slope for each query head.",
+            also=("ALiBi", "slopes"),
+        ),
+    ),
     describe=lambda case: {"ALiBi": "a slope for each query head" if case.alibi else ""},
     declared=(Asked(lambda case: "ALiBi", _declared),),
     fit=Without("Cases are made of declared options."),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import PERIOD
 from ..plan import Plan
@@ -107,6 +108,16 @@ CROSS_ATTENTION = Feature(
             lambda match, so_far: {"encoder_len": int(match[1])},
             lambda case: f"cross{case.encoder_len}" if case.encoder_len else "",
             bounds=(Bound("encoder keys", 1, 1 << 16),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "cross24",
+            "Cross-attention layers: in every second layer a row sees all keys of its request's encoder, up "
+            "to 24, and none of the decoder's.",
+            also=("cross-attention layers", "encoder_lens", "encoder-decoder", "cross attention"),
+            page="how-to/cross-attention.md",
+            numbers=True,
         ),
     ),
     describe=lambda case: {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Never, Protocol, TypeVar, final
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry as Entry
 from ..fields import DEFAULTS, Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
@@ -334,6 +335,8 @@ class Feature:
     """Traits that follow from its value; a trait says which others no case has together with it."""
     wrong: Callable[[Fields], str] | None = None
     """Function: the reason why a case's values contradict each other, or empty."""
+    explained: tuple[Entry, ...] = ()
+    """Meaning of its words and of their endings, for ``attn-testkit explain`` and the glossary."""
     option: bool = False
     """True for an option of softmax layers. Layers that keep a state have none."""
 

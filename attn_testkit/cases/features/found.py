@@ -17,11 +17,10 @@ T = TypeVar("T", bound=_Ordered)
 
 
 def found_next_to(module: str, kind: type[T]) -> tuple[T, ...]:
-    """Every ``kind`` that the modules next to ``module`` define, by ``order``. ``module``: the full name of a module, or
-    of a package for those in it. Raises ``ValueError`` for two of the same order.
+    """Every ``kind`` that the modules next to ``module`` define, by ``order``. ``module``: the full name of a module.
+    Raises ``ValueError`` for two of the same order.
     """
-    here = sys.modules[module]
-    package = module if hasattr(here, "__path__") else module.rpartition(".")[0]
+    package = module.rpartition(".")[0]
     names = [each.name for each in pkgutil.iter_modules(sys.modules[package].__path__) if not each.ispkg]
     others = [importlib.import_module(f"{package}.{name}") for name in names if f"{package}.{name}" != module]
     found = {id(value): value for each in others for value in vars(each).values() if isinstance(value, kind)}

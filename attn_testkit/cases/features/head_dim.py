@@ -9,6 +9,7 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.kv_layouts import OWN
 from ...contract.row_format import ROW_FORMATS
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
 from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, Row, Trait, Without, Word, of_number
@@ -100,6 +101,22 @@ HEAD_DIM = Feature(
             lambda case: f"d{case.head_dim}" + (f"r{case.rope_dim}" if case.rope_dim else ""),
             always=True,
             bounds=(Bound("head dim", 1, 4096), Bound("rope width", 1, 4096, 2)),
+        ),
+    ),
+    explained=(
+        Entry(
+            "d128",
+            "Width of a head of q, k and v.",
+            also=("head dim", "head size"),
+            numbers=True,
+        ),
+        Entry(
+            "d512r64",
+            "MLA: the width of the latent part of a key, then that of the rope part, which is not in the "
+            "value. Other heads: the width of values, then the columns by which keys are wider "
+            "(`wider_keys`).",
+            also=("latent width", "rope width"),
+            numbers=True,
         ),
     ),
     describe=lambda case: {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import PERIOD
 from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Without, Word, of_number, option
@@ -54,6 +55,15 @@ LOCAL_CHUNK = Feature(
             lambda match, so_far: {"local_chunk": int(match[1])},
             lambda case: f"local{case.local_chunk}" if case.local_chunk else "",
             bounds=(Bound("local chunk", 1, 1 << 24),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "local64",
+            "Chunked-local attention in every second layer: a row sees only the keys of the 64 positions that"
+            " it is in.",
+            also=("chunked-local layers",),
+            numbers=True,
         ),
     ),
     describe=lambda case: {"local_chunk": f"{case.local_chunk} positions, in layer 0" if case.local_chunk else ""},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import CAPPED, PERIOD, varies
 from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Without, Word, of_number, option
@@ -54,6 +55,14 @@ LOGIT_CAP = Feature(
             lambda match, so_far: {"logit_cap": float(match[1])},
             lambda case: f"cap{case.logit_cap:g}" if case.logit_cap else "",
             bounds=(Bound("soft cap", 0, 999_999, 2), Bound("fraction of the soft cap", 0, 999_999, 3)),
+        ),
+    ),
+    explained=(
+        Entry(
+            "cap1.5",
+            "Logits of every second layer are bounded smoothly: cap * tanh(logit / cap).",
+            also=("soft cap", "logit cap"),
+            numbers=True,
         ),
     ),
     describe=lambda case: {"logit_cap": _phrase(case)},

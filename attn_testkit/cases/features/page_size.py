@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Fields
 from .feature import Asked, Bound, Columns, Covered, Feature, Without, Word, of_number
 from .numbers import smaller_declared, some_of
@@ -40,6 +41,14 @@ PAGE_SIZE = Feature(
             lambda case: f"p{case.page_size}",
             always=True,
             bounds=(Bound("page size", 1, 1 << 16),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "p16",
+            "Slots per page of the KV pool.",
+            also=("page size", "block size"),
+            numbers=True,
         ),
     ),
     describe=lambda case: {"page_size": str(case.page_size)},

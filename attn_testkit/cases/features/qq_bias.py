@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from .feature import Asked, Columns, Feature, Trait, Without, Word, of_fields, option
 
@@ -79,6 +80,19 @@ QQ_BIAS = Feature(
             lambda match, so_far: _read(match[0]),
             lambda case: _WORDS[case.qq_bias],
             spelled=("qqbias", "qqbiasshared"),
+        ),
+    ),
+    explained=(
+        Entry(
+            "qqbias",
+            "A tensor of biases among the rows of the step, which is added to their logits. Each request has its own.",
+            also=("additive bias", "qq_bias", "attn_bias"),
+            page="reference/layers.md",
+        ),
+        Entry(
+            "qqbiasshared",
+            "The same, and all requests of a batch have one bias, as vLLM's kernel takes it.",
+            page="reference/layers.md",
         ),
     ),
     describe=lambda case: {"qq_bias": _PHRASES[case.qq_bias]},

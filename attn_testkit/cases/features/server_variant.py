@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..rows import Extend, Verify
 from ..traits import excluded
@@ -80,6 +81,14 @@ SERVER_VARIANT = Feature(
     fields=("variants",),
     traits=(Trait("server variants", lambda case: bool(case.variants)),),
     words=tuple(map(_word, SERVER_VARIANTS)),
+    explained=(
+        Entry(
+            "server variant",
+            "Something that not every server does in the same way, such as empty batches. A case has it only "
+            "if the backend declares it, or if every backend must take it.",
+            also=("way", "ways", "dialect"),
+        ),
+    ),
     describe=lambda case: {
         "server variant": "; ".join(
             f"{word}: {variant.about}" for word, variant in SERVER_VARIANTS.items() if word in case.variants

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import SETTINGS, SINKING, varies
 from ..normals import normals
@@ -69,6 +70,13 @@ SINKS = Feature(
     option=True,
     traits=(Trait("sinks", lambda case: case.sinks),),
     words=(flag_word("sink", "sinks"),),
+    explained=(
+        Entry(
+            "sink",
+            "A learned logit per query head that takes part in the softmax and has no value.",
+            also=("sinks", "attention sink"),
+        ),
+    ),
     describe=lambda case: {"sinks": _phrase(case)},
     declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
     fit=Without("Cases are made of declared options."),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..spans import SPANS_PATTERN, Span, SpanShape, spans_of_request
 from .feature import Asked, Columns, Feature, OnLayers, Trait, Without, Word, of_fields, option
@@ -115,6 +116,27 @@ SPANS = Feature(
             lambda match, so_far: {"spans": SpanShape.read(match)},
             lambda case: str(case.spans or ""),
             spelled=("spans",),
+        ),
+    ),
+    explained=(
+        Entry(
+            "spans",
+            "Bidirectional spans: rows of an image, or of a block of a diffusion model, see each other in "
+            "both directions. Other rows are causal.",
+            also=("bidirectional span", "image span", "mm_prefix_range", "prefix LM"),
+            page="how-to/spans.md",
+        ),
+        Entry(
+            "spansprefix",
+            "Some spans lie in the prefix, or begin there and end in the new rows.",
+            page="how-to/spans.md",
+        ),
+        Entry("spanswide", "Some spans have more positions than a window, which narrows them.", page="how-to/spans.md"),
+        Entry(
+            "spansbylayer",
+            "Some layers have bidirectional spans and the others are causal: those with a window, as in Gemma"
+            " 4, or every second one.",
+            page="how-to/spans.md",
         ),
     ),
     describe=lambda case: {"bidirectional spans": _phrase(case)},

@@ -63,4 +63,5 @@ CONTEXT_OF_PREFIXES = ServerVariant(
         "states": "layers that keep a state have no page table",
     },
     order=150,
+    also=("context cap",),
 )

@@ -85,4 +85,5 @@ NARROWER_WIDTHS = ServerVariant(
         "multi-mode instance": "the other modes of the instance have one width",
     },
     order=140,
+    also=("adaptive speculation", "dynamic speculative decoding", "draft widths"),
 )

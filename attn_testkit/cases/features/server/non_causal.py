@@ -51,4 +51,5 @@ NON_CAUSAL = ServerVariant(
         "additive bias": "a bias hides the rows that follow a row",
     },
     order=80,
+    also=("non-causal", "bidirectional"),
 )

@@ -60,6 +60,8 @@ class ServerVariant:
     it."""
     needs_no_capability: bool = False
     """True if any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
+    also: tuple[str, ...] = ()
+    """Other words for it, by which the glossary finds it too."""
     excludes: Mapping[str, str] = field(default_factory=dict)
     """Names of traits that no case has together with it -> why. The trait of a variant is its word. Everything
     else combines."""
