@@ -59,6 +59,8 @@ ALIBI = Feature(
             "ALiBi",
             lambda case: case.alibi,
             excludes={
+                "cross-attention layers": "an encoder key has no place in the order of the decoder's keys",
+                "noncausal": "a bias of keys that follow a row differs between servers",
                 "heads with their own scaling": "no model has both",
                 "soft cap": "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit",
                 "sinks": "a bias may be given up to a constant of the row, and a sink is compared with it",

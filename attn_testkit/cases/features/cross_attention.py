@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,16 @@ def _encoder_lens(case: Fields, index: int, count: int, *, in_graph: bool) -> tu
     return tuple(-(-length // unit) * unit for length in lens)
 
 
+def _context(schedules: Sequence[Any]) -> Changes:
+    return {"max_encoder_len": max(each.max_encoder_len for each in schedules)}
+
+
+def _eager_only(declared: Capabilities, case: Fields) -> str:
+    # ``prefill_cuda_graph_runner`` of SGLang refuses an encoder.
+    prompts = case.encoder_len > 0 and case.mode is ForwardMode.EXTEND
+    return "SGLang captures prefills without an encoder, and vLLM runs them eagerly" if prompts else ""
+
+
 CROSS_ATTENTION = Feature(
     name="cross-attention layers",
     order=180,
@@ -84,9 +95,6 @@ CROSS_ATTENTION = Feature(
                 "layers of one kind": "the decoder also has self-attention layers",
                 "sliding window": "SGLang's backends refuse them together, and no model has both",
                 "chunked-local layers": "no model has both",
-                "ALiBi": "an encoder key has no place in the order of the decoder's keys",
-                "bidirectional spans": "images go to the encoder or into the prompt",
-                "additive bias": "encoder keys are not rows of the step",
                 "requests without rows": "a request begins with a row",
                 "sinks": "no model has both",
                 "selected keys": "an index is a place among the keys of the decoder",
@@ -102,6 +110,8 @@ CROSS_ATTENTION = Feature(
             },
         ),
     ),
+    context=_context,
+    eager_only=_eager_only,
     words=(
         Word(
             r"cross(\d+)",

@@ -27,11 +27,14 @@ REVEALING = ("gauss", "shifted", "one_hot")
 of large logits only where a case names it."""
 _ALL = (*DATA, *EXTREME_DATA, CODES, *STATE_DATA)
 
+COUNTED = "data that count keys"
+"""Trait of cases whose output says how often each key was counted: keys have equal weights."""
+
 DATA_PATTERN = Feature(
     name="data",
     order=130,
     fields=("data",),
-    traits=(Trait("data that count keys", lambda case: case.data == "plus_minus_one"),),
+    traits=(Trait(COUNTED, lambda case: case.data == "plus_minus_one"),),
     words=(listed_word(_ALL, "data"),),
     explained=(
         Entry(

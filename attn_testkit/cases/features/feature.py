@@ -335,6 +335,10 @@ class Feature:
     """Traits that follow from its value; a trait says which others no case has together with it."""
     wrong: Callable[[Fields], str] | None = None
     """Function: the reason why a case's values contradict each other, or empty."""
+    context: Callable[[Sequence[Any]], Changes] | None = None
+    """Function (schedules of an instance): fields of its ``BackendContext``."""
+    eager_only: Callable[[Capabilities, Fields], str] | None = None
+    """Function (capabilities, case): the reason why no graph runs the case, or empty."""
     explained: tuple[Entry, ...] = ()
     """Meaning of its words and of their endings, for ``attn-testkit explain`` and the glossary."""
     option: bool = False

@@ -45,6 +45,10 @@ def _wrong(case: Fields) -> str:
     return "" if case.qq_bias in QQ_BIASES else f"qq_bias {case.qq_bias!r}: one of {QQ_BIASES}"
 
 
+def _context(schedules: Sequence[Any]) -> Changes:
+    return {"qq_bias": schedules[0].case.qq_bias}
+
+
 QQ_BIAS = Feature(
     name="additive bias",
     order=210,
@@ -55,6 +59,8 @@ QQ_BIAS = Feature(
             "additive bias",
             lambda case: case.qq_bias != "none",
             excludes={
+                "cross-attention layers": "encoder keys are not rows of the step",
+                "noncausal": "a bias hides the rows that follow a row",
                 "heads with their own scaling": "no model has both",
                 "no prompts or drafts to verify": "a bias is one among the rows of a prompt or a draft",
                 "KV splits": "servers with a bias attend to all keys at once",
@@ -74,6 +80,7 @@ QQ_BIAS = Feature(
         ),
     ),
     wrong=_wrong,
+    context=_context,
     words=(
         Word(
             "qqbias(?:shared)?",
@@ -110,5 +117,5 @@ QQ_BIAS = Feature(
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {},
     varies="step",
-    apply=Without("steps/query_bias.py draws the numbers, runner_modes/query_bias.py gives them."),
+    apply=Without("steps/query_bias.py draws the numbers, runner_modes/tensors/query_bias.py gives them."),
 )

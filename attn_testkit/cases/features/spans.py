@@ -91,6 +91,20 @@ def _undeclared_by_layer(declared: Capabilities, context: BackendContext) -> tup
     return "bidirectional spans in one layer", replace(context, layers=layers, max_spans=1)
 
 
+def _context(schedules: Sequence[Any]) -> Changes:
+    """The most spans of a request in any step, and 1 or more if a case has any."""
+    found = [
+        max(1, *(len(request.spans) for step in each.every_step for request in step.requests))
+        for each in schedules
+        if each.case.spans
+    ]
+    return {"max_spans": max(found, default=0)}
+
+
+def _eager_only(declared: Capabilities, case: Fields) -> str:
+    return "not declared: bidirectional spans in graphs" if case.spans and not declared.spans.in_graphs else ""
+
+
 SPANS = Feature(
     name="spans",
     order=200,
@@ -101,6 +115,8 @@ SPANS = Feature(
             "bidirectional spans",
             lambda case: case.spans is not None,
             excludes={
+                "cross-attention layers": "images go to the encoder or into the prompt",
+                "noncausal": "every row sees all keys already",
                 "heads with their own scaling": "no model has both",
                 "chunked-local layers": "no model has both, so no server says how they combine",
                 "ALiBi": "a bias of keys that follow a row differs between servers",
@@ -110,6 +126,8 @@ SPANS = Feature(
             },
         ),
     ),
+    context=_context,
+    eager_only=_eager_only,
     words=(
         Word(
             SPANS_PATTERN,
