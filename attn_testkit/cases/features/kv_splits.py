@@ -168,7 +168,7 @@ KV_SPLITS = Feature(
             "KV splits",
             "The keys of a request are attended in several calls, by prefix and new tokens or by rank, and "
             "the results are merged.",
-            also=("parts", "parts of the keys", "cascade", "context parallelism"),
+            also=("parts", "cascade", "context parallelism"),
             page="how-to/log-sum-exp.md",
         ),
         Entry(
