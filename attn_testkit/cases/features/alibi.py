@@ -11,7 +11,7 @@ import torch
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...glossary import Entry
 from ..fields import Changes, Fields
-from .feature import Asked, Columns, Feature, OnLayers, Trait, Without, flag_word, of_flag, option
+from .feature import Asked, Columns, Feature, OnLayers, Trait, flag_word, of_flag, option
 
 _RANKS = 2
 """Ranks of the test model: this one has the last heads, so no slope follows from a head's number on the rank."""
@@ -83,7 +83,6 @@ ALIBI = Feature(
     ),
     describe=lambda case: {"ALiBi": "a slope for each query head" if case.alibi else ""},
     declared=(Asked(lambda case: "ALiBi", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(_columns, meets={"alibi": ("prefixes", "new_tokens", "window")}, further=("alibi",)),
     covered=(
         option(
@@ -94,7 +93,6 @@ ALIBI = Feature(
     ),
     simpler=of_flag("alibi"),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_slopes),),
 )

@@ -13,7 +13,7 @@ from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import PERIOD
 from ..plan import Plan
-from .feature import Asked, Bound, Columns, Feature, OnLayers, OnSteps, Trait, Without, Word, of_number, option
+from .feature import Asked, Bound, Columns, Feature, OnLayers, OnSteps, Trait, Word, of_number, option
 from .outside import with_layers
 
 
@@ -136,7 +136,6 @@ CROSS_ATTENTION = Feature(
         else ""
     },
     declared=(Asked(lambda case: f"cross-attention layers, encoder slots {_slots(case)}", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: (
             {"encoder_slots": ["", *sorted(declared.cross_attention.encoder_slots)]}
@@ -156,7 +155,6 @@ CROSS_ATTENTION = Feature(
     ),
     simpler=of_number("encoder_len"),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_layers), OnSteps(_steps)),
 )

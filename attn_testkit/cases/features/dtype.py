@@ -38,7 +38,6 @@ DTYPE = Feature(
     ),
     describe=lambda case: {"dtype": case.dtype},
     declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
-    fit=Without("Cases are made of declared dtypes."),
     values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
     covered=Without("The KV dtype counts each pair of the two."),
     simpler=of_fields("dtype"),

@@ -1,7 +1,7 @@
 """``Feature``: everything that is known of one thing in which cases differ.
 
-Each member is required. A member that has no meaning for a feature is ``Without`` and a sentence why, so that a new
-feature either answers everything or fails at its import with the name of what it lacks.
+A member without a default is required. One that has no meaning for a feature is ``Without`` and a sentence why, so that
+a new feature either answers everything or fails at its import with the name of what it lacks.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class Feature:
     """Label -> phrase for people, empty for what the case does not have."""
     declared: tuple[Asked, ...] | Without
     """Questions whether a backend declares the value."""
-    fit: Callable[[Capabilities, Fields], Changes] | Without
+    fit: Callable[[Capabilities, Fields], Changes] | Without = Without("Cases are made of declared values.")
     """Changes that bring a case to the nearest declared value; empty if it has a declared one."""
     values: Columns | Without
     """Columns of the covering array of a tier."""
@@ -325,7 +325,7 @@ class Feature:
     """Steps of a failing case toward the minimal case."""
     undeclared: tuple[Outside, ...] | Without
     """Contexts that ask for more than is declared, which a constructor has to refuse."""
-    random: Callable[[Draws, Capabilities, Changes], Changes] | Without
+    random: Callable[[Draws, Capabilities, Changes], Changes] | Without = Without("Random cases have the default.")
     """(draws, capabilities, fields so far): random fields, for fuzzing."""
     varies: Literal["instance", "layer", "step"]
     """Scope of a value: the backend instance, each of its layers, or each step."""

@@ -12,7 +12,7 @@ from ...contract.row_format import ROW_FORMATS
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
-from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, Row, Trait, Without, Word, of_number
+from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, Row, Trait, Word, of_number
 from .heads import of_mla, of_others
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like, with_layers
@@ -145,7 +145,6 @@ HEAD_DIM = Feature(
             lambda declared, case: _wider(case) in declared.wider_keys | {0},
         ),
     ),
-    fit=Without("Cases are made of declared head dims."),
     values=Columns(_columns, _of_row),
     covered=(
         Covered(

@@ -237,7 +237,6 @@ HEADS = Feature(
     ),
     describe=lambda case: {"heads": _phrase(case)},
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),
-    fit=Without("Cases are made of declared heads."),
     values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}),
     covered=(
         Covered(

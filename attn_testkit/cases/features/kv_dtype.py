@@ -140,7 +140,6 @@ KV_DTYPE = Feature(
     declared=(
         Asked(lambda case: f"KV dtype {case.kv_dtype}", lambda declared, case: case.kv_dtype in declared.kv_dtypes),
     ),
-    fit=Without("Cases are made of declared dtypes."),
     values=Columns(lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}),
     covered=(
         Covered(

@@ -211,7 +211,6 @@ KV_SPLITS = Feature(
     ),
     describe=lambda case: {"kv_splits": _phrase(case)},
     declared=(Asked(lambda case: f"log-sum-exp: {_tried(case)}", _declared),),
-    fit=Without("Cases are made of declared parts."),
     values=Columns(_columns, _of_row, further=("splits",)),
     covered=(
         Covered(

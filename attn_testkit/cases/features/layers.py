@@ -23,7 +23,6 @@ from .feature import (
     Row,
     Size,
     Trait,
-    Without,
     Word,
     of_fields,
     option,
@@ -243,7 +242,6 @@ LAYERS = Feature(
         Asked(_kinds, lambda declared, case: case.layers.hybrid == bool(declared.state and declared.state.hybrid)),
         Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
     ),
-    fit=Without("Cases are made of declared layers."),
     values=Columns(_columns, _of_row, further=("first_layer", "kv_groups", "varied")),
     covered=(
         option(

@@ -8,7 +8,7 @@ from ...contract import BackendContext, Capabilities
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import PERIOD
-from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Without, Word, of_number, option
+from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Word, of_number, option
 from .outside import with_layers
 from .rows import keys_of
 from .window import branches
@@ -68,7 +68,6 @@ LOCAL_CHUNK = Feature(
     ),
     describe=lambda case: {"local_chunk": f"{case.local_chunk} positions, in layer 0" if case.local_chunk else ""},
     declared=(Asked(lambda case: f"chunked-local layers of {case.local_chunk}", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: (
             {"chunked_layers": [False, True]} if tier == "core" and mode in declared.windows.chunked else {}
@@ -90,7 +89,6 @@ LOCAL_CHUNK = Feature(
     ),
     simpler=of_number("local_chunk"),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_layers),),
 )

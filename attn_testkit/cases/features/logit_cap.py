@@ -8,7 +8,7 @@ from ...contract import BackendContext, Capabilities
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import CAPPED, PERIOD, varies
-from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Without, Word, of_number, option
+from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Word, of_number, option
 from .outside import with_layers
 
 _CAPS = (0.0, 1.5)
@@ -67,7 +67,6 @@ LOGIT_CAP = Feature(
     ),
     describe=lambda case: {"logit_cap": _phrase(case)},
     declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.logit_cap or not case.logit_cap),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])},
         lambda declared, row, so_far: {"logit_cap": _CAPS[declared.logit_cap]} if varies(row) else {},

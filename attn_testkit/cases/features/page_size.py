@@ -55,7 +55,6 @@ PAGE_SIZE = Feature(
     declared=(
         Asked(lambda case: f"page size {case.page_size}", lambda declared, case: case.page_size in declared.page_sizes),
     ),
-    fit=Without("Cases are made of declared page sizes."),
     values=Columns(
         lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)}
     ),

@@ -104,7 +104,6 @@ QQ_BIAS = Feature(
     ),
     describe=lambda case: {"qq_bias": _PHRASES[case.qq_bias]},
     declared=(Asked(lambda case: "additive bias" + " for each request" * (case.qq_bias == "own"), _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(_columns, meets={"qq_bias": ("prefixes", "new_tokens", "window")}, further=("qq_bias",)),
     covered=(
         option(
@@ -115,7 +114,6 @@ QQ_BIAS = Feature(
     ),
     simpler=of_fields("qq_bias", value=lambda case: case.qq_bias),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="step",
     apply=Without("steps/query_bias.py draws the numbers, runner_modes/tensors/query_bias.py gives them."),
 )

@@ -27,7 +27,6 @@ from .feature import (
     Simpler,
     Size,
     Trait,
-    Without,
     Word,
 )
 from .fewer_rows import fewer_rows
@@ -335,7 +334,6 @@ ROWS = Feature(
             lambda declared, case: case.topk <= declared.max_topk,
         ),
     ),
-    fit=Without("Cases are made of no more rows than are declared."),
     values=Columns(
         _columns,
         _of_row,

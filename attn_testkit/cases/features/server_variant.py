@@ -19,7 +19,6 @@ from .feature import (
     OnLayers,
     OnSteps,
     Trait,
-    Without,
     Word,
     of_fields,
     option,
@@ -95,7 +94,6 @@ SERVER_VARIANT = Feature(
         )
     },
     declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
-    fit=Without("Cases are made of variants that the backend takes."),
     values=Columns(
         lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS} if tier == "core" else {},
         lambda declared, row, so_far: {"variants": frozenset(word for word in _IN_ARRAYS if row.get(word))},

@@ -20,7 +20,6 @@ from .feature import (
     Feature,
     OnLayers,
     Trait,
-    Without,
     flag_word,
     of_flag,
     option,
@@ -79,7 +78,6 @@ SINKS = Feature(
     ),
     describe=lambda case: {"sinks": _phrase(case)},
     declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]},
         lambda declared, row, so_far: {"sinks": declared.sinks} if varies(row) else {},

@@ -10,7 +10,7 @@ from ...contract import BackendContext, Capabilities, ForwardMode
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..spans import SPANS_PATTERN, Span, SpanShape, spans_of_request
-from .feature import Asked, Columns, Feature, OnLayers, Trait, Without, Word, of_fields, option
+from .feature import Asked, Columns, Feature, OnLayers, Trait, Word, of_fields, option
 from .outside import with_layers
 from .window import windows_of
 
@@ -159,7 +159,6 @@ SPANS = Feature(
     ),
     describe=lambda case: {"bidirectional spans": _phrase(case)},
     declared=(Asked(lambda case: f"bidirectional spans {_phrase(case)}", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(_columns, meets={"spans": ("prefixes", "new_tokens", "window")}, further=("spans",)),
     covered=(
         option(
@@ -187,7 +186,6 @@ SPANS = Feature(
     ),
     simpler=of_fields("spans", steps=_simpler),
     undeclared=(_undeclared, _undeclared_by_layer),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_layers),),
 )
