@@ -156,7 +156,7 @@ def fwd(
 
 
 _FP8_FACTOR = 2.0**8
-"""By which FP8 probabilities are multiplied before they are rounded: ``Max_offset`` in hopper/softmax.h."""
+"""Factor of FP8 probabilities before they are rounded: ``Max_offset`` in hopper/softmax.h."""
 _API = "hopper/flash_api.cpp:mha_fwd"
 """A file of vLLM's FlashAttention at 617264c1."""
 _API_METADATA = "hopper/flash_api.cpp:mha_fwd_get_scheduler_metadata"
