@@ -111,8 +111,8 @@ class Lane:
         return (result if isinstance(result, Lost) else replace(result, repeated=f"{IN_MPS}{how}")), fails
 
     def _fault_in_mps(self, result: CaseResult | Lost) -> str:
-        """How a worker ended that shared its GPU by MPS, in words, or which error the driver gave: the case-run of
-        another lane may be the cause. Empty if none is.
+        """Return the end of a worker that shared its GPU by MPS, in words, or the error that the driver gave it: the
+        case-run of another lane may be the cause. Empty if there is none.
         """
         if not self._slot.in_mps or isinstance(result, Lost):
             return ""

@@ -40,7 +40,7 @@ class Gpu:
 
 
 ANY_GPU = Gpu()
-"""What is visible, as the environment says."""
+"""All GPUs that are visible in the environment of this process."""
 
 
 def visible_gpus(environment: Mapping[str, str], devices: str = "/dev/nvidia[0-9]*") -> tuple[str, ...]:

@@ -76,14 +76,14 @@ class Daemon:
 
 @dataclass
 class Sharing:
-    """How the lanes of a run share their GPUs."""
+    """The GPUs of a run, and the daemon by which its lanes share them."""
 
     words: str = ""
-    """For the header of the run; empty if nothing is shared."""
+    """A sentence for the header of the run; empty if no GPU is shared."""
     pipe: str = ""
     """Folder of the daemon that workers are clients of, or ``NO_DAEMON``; empty: what the environment says holds."""
     remaps: tuple[str, ...] = ()
-    """GPUs as the caller lists them, if the daemon numbers them anew."""
+    """GPUs as the caller lists them, if the daemon gives them other numbers."""
     daemon: Daemon | None = None
 
     def gpu(self, visible: str) -> Gpu:
@@ -130,7 +130,7 @@ def begin_sharing(mps: str, jobs: int, gpus: tuple[str, ...], device: str, envir
 
 
 def without_daemon(sharing: Sharing, reason: str, mps: str) -> Sharing:
-    """What a run does if workers cannot be clients: no MPS, or with ``on`` a ``UsageError``. Ends the daemon."""
+    """Go on without MPS, because no worker can be a client of the daemon, and end it. Raises ``UsageError`` with ``on``."""
     sharing.close()
     lanes = sharing.words.partition(" by ")[0]
     return _without(mps, reason, lanes)

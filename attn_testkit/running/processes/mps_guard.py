@@ -57,7 +57,7 @@ def _end(processes: list[int]) -> None:
 
 
 def is_of_mps(pid: int) -> bool:
-    """Report whether a process runs, and is none that has got the id since."""
+    """Report whether a process runs, and is not another one that has got the id since."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             name, _, state = file.read().partition("(")[2].rpartition(")")
