@@ -130,7 +130,7 @@ def begin_sharing(mps: str, jobs: int, gpus: tuple[str, ...], device: str, envir
 
 
 def without_daemon(sharing: Sharing, reason: str, mps: str) -> Sharing:
-    """Go on without MPS, because no worker can be a client of the daemon, and end it. Raises ``UsageError`` with ``on``."""
+    """End the daemon, of which no worker can be a client, and go on without MPS. Raises ``UsageError`` with ``on``."""
     sharing.close()
     lanes = sharing.words.partition(" by ")[0]
     return _without(mps, reason, lanes)
