@@ -34,7 +34,7 @@ def test_a_fault_among_healthy_lanes_changes_no_result_but_its_own() -> None:
     _, alone = of_run("off")
     assert {key: each.status for key, each in shared.items()} == {key: each.status for key, each in alone.items()}
     crashed = [each for each in alone.values() if each.status is Status.CRASHED]
-    assert crashed
+    assert crashed, "a fault on the device"
     assert all("illegal memory access" in each.reason for each in crashed)
     repeated = [each for each in shared.values() if each.repeated]
     assert all(each.repeated.startswith(IN_MPS) for each in repeated)
