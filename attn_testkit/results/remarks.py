@@ -97,7 +97,7 @@ def repeated_lines(results: Iterable[CaseResult]) -> list[str]:
 
 _REPEATED = {
     "repeated, since a process of the kit ended in the middle of them": False,
-    "repeated without MPS, because a fault of one process there ends the case-runs of all": True,
+    "repeated without MPS, where a fault of one process may end those of all lanes": True,
 }
 
 

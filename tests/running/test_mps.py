@@ -1,7 +1,6 @@
 """NVIDIA's MPS: the daemon of a run, who uses it, and what becomes of the case-runs that a fault of another may end.
 
-The daemon's program is a fake. That a fault ends all clients, and no verdict, was seen on a GPU
-(``docs/evidence/benchmarks.md``).
+The daemon's program is a fake; ``test_mps_on_a_gpu.py`` has a real one.
 """
 
 from __future__ import annotations
@@ -323,7 +322,7 @@ def test_a_healthy_case_run_that_ends_for_the_fault_of_another_is_repeated_witho
     assert (second.status, second.repeated) == (Status.PASSED, "")
     assert [(client.gpu, client.device) for client in Client.made] == [(IN_MPS, "cuda"), (ALONE, "auto")]
     assert repeated_lines([first, second]) == [
-        f"repeated without MPS, because a fault of one process there ends the case-runs of all: 1: {how}"
+        f"repeated without MPS, where a fault of one process may end those of all lanes: 1: {how}"
     ]
 
 
