@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.dimensions.kv_splits import splits_of
+from attn_testkit.cases.features.kv_splits import splits_of
+from attn_testkit.cases.features.server.narrower_widths import width_of
+from attn_testkit.cases.features.server.table import dialect_of, variant_of
 from attn_testkit.cases.layers import PERIOD
-from attn_testkit.cases.server_variants import dialect_of, variant_of, width_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (

@@ -204,14 +204,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circle, " imports ".join(reversed(circle))
 
 
-FOLDERS_IN_A_CIRCLE = {
-    ("attn_testkit.cases.dimensions", "attn_testkit.cases.server_variants"): (
-        "the dimension of variants lists them, and a variant excludes values of dimensions; both become features"
-    ),
-}
-"""Folders of one package that import each other -> the reason why they still do."""
-
-
 def folders_that_import_each_other(graph: dict[str, set[str]], folders: set[str]) -> set[tuple[str, str]]:
     """Pairs of folders side by side in one package, each of which imports the other."""
 
@@ -233,7 +225,7 @@ FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py" 
 
 def test_no_folders_of_one_package_import_each_other() -> None:
     graph = {name: imported_modules(name, path) for name, path in MODULES.items()}
-    assert folders_that_import_each_other(graph, FOLDERS) == set(FOLDERS_IN_A_CIRCLE), "mended, or new"
+    assert folders_that_import_each_other(graph, FOLDERS) == set()
 
 
 def test_folders_that_import_each_other_are_seen() -> None:

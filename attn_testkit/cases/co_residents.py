@@ -8,13 +8,13 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import ROLLBACKS
 from .case import Case, Heads
-from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
-from .dimensions.rows import accepted
 from .draft import Draft
+from .features.heads import MOST_USUAL_RATIO, typical_heads
+from .features.rows import accepted
+from .features.server.narrower_widths import MIN_WIDTH, rows_of_width, width_of
 from .head_layouts import alike, as_many
 from .nearest_declared import nearest_declared
 from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify, room_for
-from .server_variants import MIN_WIDTH, rows_of_width, width_of
 from .trees import Tree, chain
 
 _MOST_PAGE = 64

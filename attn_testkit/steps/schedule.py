@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from ..cases.case import Case
 from ..cases.derived_parameters import DERIVED_PARAMETERS, shallow_depth
-from ..cases.dimensions.spans import spans_in
 from ..cases.draft import Draft
+from ..cases.features.spans import spans_in
 from ..cases.plan import Plan
 from ..cases.plans import context_len_of, lens_of, make_plans
 from ..cases.spans import Span

@@ -11,7 +11,7 @@ from attn_testkit.runner_modes.harness import context_for
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.declared import not_declared
-from attn_testkit.cases.dimensions.spans import SPANS
+from attn_testkit.cases.features.spans import SPANS
 from attn_testkit.cases.spans import SpanShape, spans_of_request
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, Spans, Unsupported, Windows

@@ -13,7 +13,7 @@ from transcript import ROOT
 
 from attn_testkit import glossary
 from attn_testkit.cases.case import WORDS
-from attn_testkit.cases.server_variants import SERVER_VARIANTS
+from attn_testkit.cases.features.server.table import SERVER_VARIANTS
 from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.reports import verdict
 from attn_testkit.reports.tally import text_table

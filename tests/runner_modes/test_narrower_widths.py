@@ -13,7 +13,7 @@ from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import co_resident_of
-from attn_testkit.cases.server_variants import narrower
+from attn_testkit.cases.features.server.narrower_widths import narrower
 from attn_testkit.contract import (
     DraftDecodeInput,
     ForwardBatch,

@@ -13,7 +13,8 @@ import torch
 
 from ...cases.case import Case, parse_case
 from ...cases.co_residents import co_resident_of, declared_co_residents
-from ...cases.server_variants import narrower, variant_of
+from ...cases.features.server.narrower_widths import narrower
+from ...cases.features.server.table import variant_of
 from ...checks import Stage
 from ...checks.capabilities import refuses_undeclared
 from ...checks.failures import LOST_HINT, context_lost, first_line, from_exception, is_ctrl_c

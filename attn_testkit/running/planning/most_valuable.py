@@ -19,7 +19,7 @@ def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, 
     """The items in the order in which they are to run.
 
     ``failed``: (backend, case id) of what failed the last time. Those come first; then, as smoke does, cases until
-    every value of every dimension is met; then each time the case with the most pairs of values that none before it
+    every value of every feature is met; then each time the case with the most pairs of values that none before it
     has. In rounds: in each, one backend after the other, under no_grad before inference_mode, as in any plan, and
     cases with little work before those with a hundred times as much; eager and graph of a case next to each other.
     """
