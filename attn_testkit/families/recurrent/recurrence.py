@@ -148,7 +148,7 @@ def _loop(
                 torch.stack([both[part][:, request] for request, both in enumerate(parents)], 1) for part in (0, 1)
             )
         who = (news > token).nonzero()[:, 0]
-        # Neither is written in place then: large states are not copied to and fro.
+        # Neither is written in place then, so that large states are not copied for each token.
         everybody = chunks is None and len(who) == len(news)
         at = (starts[who] + token).long()
         now = _Inputs(**{

@@ -1,7 +1,7 @@
 """NVIDIA's MPS, with which several lanes use a GPU at the same time instead of in turn: a daemon of the run's own.
 
-A fatal fault of one client may end all clients of a GPU; that depends on GPU and driver. ``case_runs/lane.py`` says what
-becomes of their case-runs.
+A fatal fault of one client may end all clients of a GPU; that depends on GPU and driver. ``case_runs/lane.py`` repeats
+their case-runs.
 """
 
 from __future__ import annotations
