@@ -32,6 +32,7 @@ from reference_text import (
 
 import attn_testkit
 from attn_testkit.cases import traits
+from attn_testkit.cases.explained import all_entries, entry_of
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS
 from attn_testkit.cli import all_commands, commands
 from attn_testkit.contract import (
@@ -73,7 +74,6 @@ from attn_testkit.contract.kv_split import KVSplit
 from attn_testkit.contract.layer import HeadShape
 from attn_testkit.contract.modes import ForwardMode
 from attn_testkit.contract.row_format import Plane
-from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
 from attn_testkit.results.case_result import CaseResult, Status

@@ -42,11 +42,12 @@ ONLY = {
     "contract": set(),
     "cuda_on_cpu": set(),
     "distributions": set(),
+    "glossary": set(),
     "graphs": set(),
     "results": set(),
     "backends": {"contract"},
     "examples": {"contract", "cuda_on_cpu"},
-    "cases": {"contract"},
+    "cases": {"contract", "glossary"},
     "steps": {"cases", "contract"},
     "catalogue": {"cases", "contract"},
     "families": {"contract", "cases", "steps", "model", "watches"},
@@ -341,8 +342,9 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 
 def test_the_package_list_is_complete() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    found = {".".join(p.parent.relative_to(ROOT).parts) for p in KIT.rglob("__init__.py")}
-    assert listed == found | {"attn_testkit.runner_modes"}
+    folders = [path.parent for folder in (KIT, MODES) for path in folder.rglob("__init__.py")]
+    found = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert listed == {name if name.startswith("attn_testkit") else f"attn_testkit.{name}" for name in found}
 
 
 @pytest.mark.parametrize("module", ["", ".cli", ".plugin", ".running.check_backend", ".registry", ".results"])

@@ -6,7 +6,7 @@ from ..contract import Capabilities
 from .case import Case
 from .co_residents import declared_co_residents
 from .features.context import CONTEXT
-from .features.server.narrower_widths import narrower
+from .features.server.table import on_its_instance
 from .features.table import FEATURES
 from .features.window import WINDOW
 
@@ -17,7 +17,7 @@ def within_declared(declared: Capabilities, case: Case) -> bool:
         return False
     others = declared_co_residents(declared, case, declared.graph | declared.eager) if case.multi_mode else []
     return all(
-        asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others, *narrower(case))
+        asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others, *on_its_instance(case))
     )
 
 

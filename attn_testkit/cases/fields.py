@@ -145,6 +145,11 @@ class Fields:
         return self.rows.width
 
     @property
+    def draft_width(self) -> int:
+        """Width that a server changes: nodes of a chain, rows of a draft-extend, steps of a draft; 0 in other modes."""
+        return self.draft.steps if self.draft else self.width if self.mode.is_speculative() else 0
+
+    @property
     def new(self) -> tuple[int, ...]:
         """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
         return self.rows.new

@@ -37,6 +37,11 @@ def exclusions() -> Iterator[tuple[str, str, str]]:
             yield trait.name, other, why
 
 
+def never_with(case: Fields, trait: str) -> bool:
+    """True if the case has a trait that excludes this one."""
+    return any(trait in each.excludes and each.has(case) for each in TRAITS.values())
+
+
 def excluded(case: Fields) -> str:
     """The reason why no case has two traits that this one has; empty if there is none."""
     present = {name for name, trait in TRAITS.items() if trait.has(case)}

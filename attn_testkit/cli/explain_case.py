@@ -8,11 +8,11 @@ import click
 
 from ..cases.case import Case
 from ..cases.derived_parameters import chosen
+from ..cases.explained import entry_of
 from ..cases.features.feature import Without
 from ..cases.features.numbers import listed
 from ..cases.features.table import FEATURES
 from ..contract import ForwardMode
-from ..glossary import entry_of
 from ..steps.schedule import Schedule, Step, make_schedule
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attn_testkit.runner_modes.harness import context_for
 from attn_testkit.runner_modes.pool_address import pools_anywhere
-from attn_testkit.runner_modes.query_bias import (
+from attn_testkit.runner_modes.tensors.query_bias import (
     bias_of_rows,
     bias_stride,
     clear_bias,

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
-from .feature import Asked, Columns, Feature, OnLayers, Trait, Without, flag_word, of_flag, option
+from .feature import Asked, Columns, Feature, OnLayers, Trait, flag_word, of_flag, option
 
 _RANKS = 2
 """Ranks of the test model: this one has the last heads, so no slope follows from a head's number on the rank."""
@@ -58,6 +59,8 @@ ALIBI = Feature(
             "ALiBi",
             lambda case: case.alibi,
             excludes={
+                "cross-attention layers": "an encoder key has no place in the order of the decoder's keys",
+                "noncausal": "a bias of keys that follow a row differs between servers",
                 "heads with their own scaling": "no model has both",
                 "soft cap": "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit",
                 "sinks": "a bias may be given up to a constant of the row, and a sink is compared with it",
@@ -70,9 +73,16 @@ ALIBI = Feature(
         ),
     ),
     words=(flag_word("alibi", "alibi"),),
+    explained=(
+        Entry(
+            "alibi",
+            "Attention with linear biases: a logit has `slope * (key position - row position)` added, with a "
+            "slope for each query head.",
+            also=("ALiBi", "slopes"),
+        ),
+    ),
     describe=lambda case: {"ALiBi": "a slope for each query head" if case.alibi else ""},
     declared=(Asked(lambda case: "ALiBi", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(_columns, meets={"alibi": ("prefixes", "new_tokens", "window")}, further=("alibi",)),
     covered=(
         option(
@@ -83,7 +93,6 @@ ALIBI = Feature(
     ),
     simpler=of_flag("alibi"),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_slopes),),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...contract import ForwardMode
+from ...glossary import Entry
 from ..rows import Extend, changed_rows
 from .feature import Bound, Columns, Feature, Trait, Without, Word, no_capability, of_rows_part
 
@@ -17,6 +18,14 @@ CHUNKS = Feature(
             lambda match, so_far: changed_rows(so_far["rows"], chunks=int(match[1])),
             lambda case: f"chunks{case.chunks}" if case.chunks > 1 else "",
             bounds=(Bound("number of chunks", 2, 4096),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "chunks3",
+            "extend: the prompts come in 3 chunks, of which the case's batch is the first.",
+            also=("chunk", "chunks"),
+            numbers=True,
         ),
     ),
     describe=lambda case: {

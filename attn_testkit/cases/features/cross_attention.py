@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import PERIOD
 from ..plan import Plan
-from .feature import Asked, Bound, Columns, Feature, OnLayers, OnSteps, Trait, Without, Word, of_number, option
+from .feature import Asked, Bound, Columns, Feature, OnLayers, OnSteps, Trait, Word, of_number, option
 from .outside import with_layers
 
 
@@ -70,6 +72,16 @@ def _encoder_lens(case: Fields, index: int, count: int, *, in_graph: bool) -> tu
     return tuple(-(-length // unit) * unit for length in lens)
 
 
+def _context(schedules: Sequence[Any]) -> Changes:
+    return {"max_encoder_len": max(each.max_encoder_len for each in schedules)}
+
+
+def _eager_only(declared: Capabilities, case: Fields) -> str:
+    # ``prefill_cuda_graph_runner`` of SGLang refuses an encoder.
+    prompts = case.encoder_len > 0 and case.mode is ForwardMode.EXTEND
+    return "SGLang captures prefills without an encoder, and vLLM runs them eagerly" if prompts else ""
+
+
 CROSS_ATTENTION = Feature(
     name="cross-attention layers",
     order=180,
@@ -83,9 +95,6 @@ CROSS_ATTENTION = Feature(
                 "layers of one kind": "the decoder also has self-attention layers",
                 "sliding window": "SGLang's backends refuse them together, and no model has both",
                 "chunked-local layers": "no model has both",
-                "ALiBi": "an encoder key has no place in the order of the decoder's keys",
-                "bidirectional spans": "images go to the encoder or into the prompt",
-                "additive bias": "encoder keys are not rows of the step",
                 "requests without rows": "a request begins with a row",
                 "sinks": "no model has both",
                 "selected keys": "an index is a place among the keys of the decoder",
@@ -101,6 +110,8 @@ CROSS_ATTENTION = Feature(
             },
         ),
     ),
+    context=_context,
+    eager_only=_eager_only,
     words=(
         Word(
             r"cross(\d+)",
@@ -109,13 +120,22 @@ CROSS_ATTENTION = Feature(
             bounds=(Bound("encoder keys", 1, 1 << 16),),
         ),
     ),
+    explained=(
+        Entry(
+            "cross24",
+            "Cross-attention layers: in every second layer a row sees all keys of its request's encoder, up "
+            "to 24, and none of the decoder's.",
+            also=("cross-attention layers", "encoder_lens", "encoder-decoder", "cross attention"),
+            page="how-to/cross-attention.md",
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {
         "cross-attention": f"every second layer, over up to {case.encoder_len} encoder keys per request"
         if case.encoder_len
         else ""
     },
     declared=(Asked(lambda case: f"cross-attention layers, encoder slots {_slots(case)}", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: (
             {"encoder_slots": ["", *sorted(declared.cross_attention.encoder_slots)]}
@@ -135,7 +155,6 @@ CROSS_ATTENTION = Feature(
     ),
     simpler=of_number("encoder_len"),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_layers), OnSteps(_steps)),
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...contract import DTYPES, BackendContext, Capabilities
+from ...glossary import Entry
 from .feature import Asked, Columns, Feature, Without, listed_word, of_fields
 from .outside import pool_like
 
@@ -26,9 +27,17 @@ DTYPE = Feature(
     order=50,
     fields=("dtype",),
     words=(listed_word(DTYPES, "dtype"),),
+    explained=(
+        Entry(
+            "fp16",
+            "q, k, v and output are float16.",
+            also=("float16", "half"),
+        ),
+        Entry("bf16", "q, k, v and output are bfloat16.", also=("bfloat16",)),
+        Entry("fp32", "q, k, v and output are float32.", also=("float32",)),
+    ),
     describe=lambda case: {"dtype": case.dtype},
     declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
-    fit=Without("Cases are made of declared dtypes."),
     values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
     covered=Without("The KV dtype counts each pair of the two."),
     simpler=of_fields("dtype"),

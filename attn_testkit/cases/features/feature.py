@@ -1,7 +1,7 @@
 """``Feature``: everything that is known of one thing in which cases differ.
 
-Each member is required. A member that has no meaning for a feature is ``Without`` and a sentence why, so that a new
-feature either answers everything or fails at its import with the name of what it lacks.
+A member without a default is required. One that has no meaning for a feature is ``Without`` and a sentence why, so that
+a new feature either answers everything or fails at its import with the name of what it lacks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Never, Protocol, TypeVar, final
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry as Entry
 from ..fields import DEFAULTS, Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
@@ -314,7 +315,7 @@ class Feature:
     """Label -> phrase for people, empty for what the case does not have."""
     declared: tuple[Asked, ...] | Without
     """Questions whether a backend declares the value."""
-    fit: Callable[[Capabilities, Fields], Changes] | Without
+    fit: Callable[[Capabilities, Fields], Changes] | Without = Without("Cases are made of declared values.")
     """Changes that bring a case to the nearest declared value; empty if it has a declared one."""
     values: Columns | Without
     """Columns of the covering array of a tier."""
@@ -324,7 +325,7 @@ class Feature:
     """Steps of a failing case toward the minimal case."""
     undeclared: tuple[Outside, ...] | Without
     """Contexts that ask for more than is declared, which a constructor has to refuse."""
-    random: Callable[[Draws, Capabilities, Changes], Changes] | Without
+    random: Callable[[Draws, Capabilities, Changes], Changes] | Without = Without("Random cases have the default.")
     """(draws, capabilities, fields so far): random fields, for fuzzing."""
     varies: Literal["instance", "layer", "step"]
     """Scope of a value: the backend instance, each of its layers, or each step."""
@@ -334,6 +335,12 @@ class Feature:
     """Traits that follow from its value; a trait says which others no case has together with it."""
     wrong: Callable[[Fields], str] | None = None
     """Function: the reason why a case's values contradict each other, or empty."""
+    context: Callable[[Sequence[Any]], Changes] | None = None
+    """Function (schedules of an instance): fields of its ``BackendContext``."""
+    eager_only: Callable[[Capabilities, Fields], str] | None = None
+    """Function (capabilities, case): the reason why no graph runs the case, or empty."""
+    explained: tuple[Entry, ...] = ()
+    """Meaning of its words and of their endings, for ``attn-testkit explain`` and the glossary."""
     option: bool = False
     """True for an option of softmax layers. Layers that keep a state have none."""
 

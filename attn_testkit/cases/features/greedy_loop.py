@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...contract import Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Fields
 from ..rows import changed_rows
 from .feature import Asked, Bound, Feature, Trait, Without, Word, of_rows_part
@@ -55,6 +56,17 @@ GREEDY_LOOP = Feature(
             lambda match, so_far: changed_rows(so_far["rows"], rounds=int(match[1])),
             lambda case: f"loop{case.rounds}" if case.rounds else "",
             bounds=(Bound("rounds of the loop", 1, 1024),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "loop6",
+            "6 rounds of speculative decoding on one instance: of draft-extend, draft-decode and "
+            "target-verify, or in a target-verify of decode, verify and commit. Their tokens must equal those"
+            " of plain greedy decoding.",
+            also=("greedy-equivalence loop", "rounds", "lossless loop"),
+            page="reference/checks/lossless.md",
+            numbers=True,
         ),
     ),
     describe=lambda case: {

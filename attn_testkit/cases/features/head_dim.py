@@ -9,9 +9,10 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.kv_layouts import OWN
 from ...contract.row_format import ROW_FORMATS
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
-from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, Row, Trait, Without, Word, of_number
+from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, Row, Trait, Word, of_number
 from .heads import of_mla, of_others
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like, with_layers
@@ -102,6 +103,22 @@ HEAD_DIM = Feature(
             bounds=(Bound("head dim", 1, 4096), Bound("rope width", 1, 4096, 2)),
         ),
     ),
+    explained=(
+        Entry(
+            "d128",
+            "Width of a head of q, k and v.",
+            also=("head dim", "head size"),
+            numbers=True,
+        ),
+        Entry(
+            "d512r64",
+            "MLA: the width of the latent part of a key, then that of the rope part, which is not in the "
+            "value. Other heads: the width of values, then the columns by which keys are wider "
+            "(`wider_keys`).",
+            also=("latent width", "rope width"),
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {
         "head_dim": f"{case.head_dim}, and {case.head_dim + case.rope_dim} of keys"
         if _wider(case)
@@ -128,7 +145,6 @@ HEAD_DIM = Feature(
             lambda declared, case: _wider(case) in declared.wider_keys | {0},
         ),
     ),
-    fit=Without("Cases are made of declared head dims."),
     values=Columns(_columns, _of_row),
     covered=(
         Covered(

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS, HeadLayout
+from ...glossary import Entry
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import as_many, declared_layouts, latent, latent_heads, plain_layout, state_heads
 from .feature import Asked, Bound, Columns, Covered, Feature, OnLayers, Trait, Without, Word, of_fields
@@ -188,9 +189,54 @@ HEADS = Feature(
             bounds=(Bound("query heads of a KV head", 1, 1024, "first"), Bound("KV heads", 1, 1024, "second")),
         ),
     ),
+    explained=(
+        Entry(
+            "mha2",
+            "Multi-head attention: as many KV heads as query heads. `mha2` has 2 of each.",
+            also=("MHA", "multi-head attention"),
+            numbers=True,
+        ),
+        Entry("gqa8x2", "Grouped-query attention: several query heads share a KV head. `gqa8x2` has groups of 8 query "
+"heads on 2 KV heads.", also=("GQA", "grouped-query attention", "group"), numbers=True),
+        Entry(
+            "mqa4",
+            "Multi-query attention: all query heads share one KV head. `mqa4` has 4 query heads.",
+            also=("MQA", "multi-query attention"),
+            numbers=True,
+        ),
+        Entry("mla16", "Multi-head latent attention: the pool has one latent row per token, which is key and value of "
+"all heads. `mla16` has 16 query heads.", also=("MLA", "multi-head latent attention"), numbers=True),
+        Entry(
+            "gdn2x4",
+            "Gated DeltaNet: 2 value heads for each of 4 key heads.",
+            also=("GDN", "Gated DeltaNet"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "kda2x4",
+            "Kimi Delta Attention: a decay for each channel of a key.",
+            also=("KDA", "Kimi Delta Attention"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "mamba2x4",
+            "Mamba2: 2 heads for each of 4 groups.",
+            also=("Mamba2", "SSD"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "lightning8",
+            "Lightning attention: a fixed decay per head, and no convolution.",
+            also=("Lightning", "lightning attention"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {"heads": _phrase(case)},
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),
-    fit=Without("Cases are made of declared heads."),
     values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}),
     covered=(
         Covered(

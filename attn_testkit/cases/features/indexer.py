@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode, Indexer
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..indexing import INDEX_DATA, PATTERN, Indexing
 from .feature import (
@@ -166,6 +167,57 @@ INDEXER = Feature(
             lambda match, so_far: {"indexer": Indexing.read(match)},
             lambda case: str(case.indexer or ""),
             bounds=(Bound("number of index heads", 1, 256),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "indexer",
+            "The part of sparse attention that selects keys: it scores index keys, which are small and have "
+            "their own pool.",
+            also=("index keys", "lightning indexer"),
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "index pool",
+            "The cache of index keys: FP8 keys with a scale per token, in pages of 64 keys and then 64 scales.",
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "idx4",
+            "The backend stores index keys and selects, with an indexer of 4 heads. Each row has one best selection.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4pow2",
+            "An indexer of 4 heads whose keys have scales that are powers of two.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry("idx4fused", "An indexer of 4 heads inside `forward`.", page="how-to/selected-keys.md", numbers=True),
+        Entry(
+            "idx4reuse",
+            "An indexer of 4 heads, and every second layer attends to the keys that the layer before it selected.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4ties",
+            "An indexer of 4 heads whose keys have equal scores, except for a few, so several selections are right.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4near",
+            "An indexer of 4 heads whose scores are all within a few percent of each other.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4gauss",
+            "An indexer of 4 heads whose scores round, so keys within a computed margin may be exchanged.",
+            page="how-to/selected-keys.md",
+            numbers=True,
         ),
     ),
     describe=lambda case: {"indexer": _words(case) if case.indexer else ""},

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...contract import KV_DTYPES, ROW_FORMATS
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
 from .feature import Asked, Columns, Covered, Feature, OnLayers, Trait, Without, Word, of_fields
@@ -76,11 +77,69 @@ KV_DTYPE = Feature(
             lambda case: "" if case.kv_dtype == "same" else _word(case.kv_dtype),
         ),
     ),
+    explained=(
+        Entry(
+            "kvfp8dsmla",
+            "A row of the KV pool is 512 FP8 numbers, a float32 scale for each 128 of them, and a bf16 rope "
+            "part. Scales are the largest number over 448, or powers of two (pow2).",
+            also=("fp8_ds_mla", "656-byte row", "packed row", "kvfp8dsmlapow2", "fp8_ds_mla_pow2"),
+        ),
+        Entry(
+            "kvint8pertokenhead",
+            "Rows of the KV pool are int8 numbers, and after them a float32 scale per token and KV head.",
+            also=("int8_per_token_head",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp8pertokenhead",
+            "Rows of the KV pool are FP8 (e4m3) numbers, and after them a float32 scale per token and KV head.",
+            also=("fp8_per_token_head",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvint8pertokenheadapart",
+            "Rows of the KV pool are int8 numbers. Their float32 scales, per token and KV head, have memory "
+            "of their own.",
+            also=("int8_per_token_head_apart",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp8perhead",
+            "The KV pool is FP8 (e4m3) with a scale per KV head, which the server changes in place between steps.",
+            also=("fp8_per_head", "k_head_scales", "scales per head"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvint4group8",
+            "Rows of the KV pool are integers of 4 bits, two to a byte, with a bf16 scale for each 8 of them."
+            " Scales have memory of their own.",
+            also=("int4_group8", "int4 KV cache"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvnvfp4",
+            "Rows of the KV pool are FP4 (e2m1) numbers, two to a byte, with an e4m3 scale for each 16 of "
+            "them and a scale per layer.",
+            also=("nvfp4", "FP4 KV cache", "block scales"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp4mxblock16",
+            "Rows of the KV pool are FP4 (e2m1) numbers, two to a byte, with a power of two as scale for each"
+            " 16 of them.",
+            also=("fp4_mx_block16",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp8e4m3",
+            "The KV pool is FP8 (e4m3), with a k_scale and a v_scale per layer.",
+            also=("KV dtype", "fp8_e4m3", "FP8 KV cache"),
+        ),
+    ),
     describe=lambda case: {"kv_dtype": "" if case.kv_dtype == "same" else case.kv_dtype},
     declared=(
         Asked(lambda case: f"KV dtype {case.kv_dtype}", lambda declared, case: case.kv_dtype in declared.kv_dtypes),
     ),
-    fit=Without("Cases are made of declared dtypes."),
     values=Columns(lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}),
     covered=(
         Covered(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ...contract import KV_LAYOUTS, BackendContext, Capabilities
 from ...contract.kv_layouts import OWN
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..head_layouts import declared_layouts
 from .feature import Asked, Columns, Covered, Feature, Trait, Without, Word, of_fields
@@ -57,6 +58,61 @@ KV_LAYOUT = Feature(
             lambda match, so_far: {"kv_layout": _NAMES[match[0]]},
             lambda case: "" if case.kv_layout == "nhd" else _word(case.kv_layout),
             spelled=tuple(_NAMES),
+        ),
+    ),
+    explained=(
+        Entry(
+            "KV layout",
+            "How K and V lie in the memory of the pool. `nhd` is the default, and case ids do not write it.",
+            also=("axis order", "kv_layout"),
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "nhd",
+            "KV layout [2, pages, page_size, heads, D], as SGLang has it: the default.",
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "kvhnd",
+            "KV layout [2, pages, heads, page_size, D]: heads before the slots of a page.",
+            also=("hnd",),
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "kvinblock",
+            "KV layout [pages, 2, page_size, heads, D]: K and V of a page follow each other.",
+            also=("kv-in-block",),
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "kvsidebyside",
+            "KV layout [pages, page_size, heads, 2, D]: K and V of a slot and head follow each other.",
+            also=("side-by-side",),
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "kvsidebysidehnd",
+            "KV layout [pages, heads, page_size, 2, D]: K and V of a head and slot follow each other.",
+            also=("side-by-side-hnd",),
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "kvlayersinblock",
+            "KV layout in which one block holds a page of all layers, so that a layer's pages are strided.",
+            also=("layers-in-block",),
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "kvpaddedpages",
+            "KV layout with pages padded to the size that other layers have, as in hybrid models.",
+            also=("padded-pages",),
+            page="how-to/kv-layouts.md",
+        ),
+        Entry(
+            "kvcustom",
+            "A KV pool that the backend allocates and describes by views.",
+            also=("kvown", "custom layout", "own layout"),
+            page="how-to/kv-layouts.md",
         ),
     ),
     describe=lambda case: {"kv_layout": "" if case.kv_layout == "nhd" else case.kv_layout},

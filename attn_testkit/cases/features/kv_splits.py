@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...contract import Capabilities, ForwardMode, KVSplit
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from .feature import (
     Asked,
@@ -156,9 +157,60 @@ KV_SPLITS = Feature(
             bounds=(Bound("number of KV splits", 2, 4096, "ranks"),),
         ),
     ),
+    explained=(
+        Entry(
+            "log-sum-exp",
+            "The logarithm of the softmax denominator. With it partial results over different keys can be merged.",
+            also=("lse", "LSE", "logsumexp"),
+            page="how-to/log-sum-exp.md",
+        ),
+        Entry(
+            "KV splits",
+            "The keys of a request are attended in several calls, by prefix and new tokens or by rank, and "
+            "the results are merged.",
+            also=("parts", "cascade", "context parallelism"),
+            page="how-to/log-sum-exp.md",
+        ),
+        Entry(
+            "merged by the backend",
+            "The backend's `merge_state` merges the results of KV splits; otherwise the kit does.",
+            also=("own merge", "merge", "merge_state"),
+            page="how-to/log-sum-exp.md",
+        ),
+        Entry("lsewhole", "The call over all keys returns its log-sum-exp too.", page="how-to/log-sum-exp.md"),
+        Entry("lseprefix", "KV splits: the prefix, and the rows of the step.", page="how-to/log-sum-exp.md"),
+        Entry(
+            "lsepages2",
+            "KV splits of 2 ranks, each of which has every second page.",
+            page="how-to/log-sum-exp.md",
+            numbers=True,
+        ),
+        Entry(
+            "lsetokens3",
+            "KV splits of 3 ranks, each of which has every third token.",
+            page="how-to/log-sum-exp.md",
+            numbers=True,
+        ),
+        Entry(
+            "lseprefixmerged",
+            "The prefix and the rows of the step, merged by the backend.",
+            page="how-to/log-sum-exp.md",
+        ),
+        Entry(
+            "lsepages2merged",
+            "The pages of 2 ranks, merged by the backend.",
+            page="how-to/log-sum-exp.md",
+            numbers=True,
+        ),
+        Entry(
+            "lsetokens3merged",
+            "The tokens of 3 ranks, merged by the backend.",
+            page="how-to/log-sum-exp.md",
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {"kv_splits": _phrase(case)},
     declared=(Asked(lambda case: f"log-sum-exp: {_tried(case)}", _declared),),
-    fit=Without("Cases are made of declared parts."),
     values=Columns(_columns, _of_row, further=("splits",)),
     covered=(
         Covered(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode, HeadShape, KVGroup
+from ...glossary import Entry
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
 from ..head_shapes import declared_shapes, read_shapes, wrong_with_shapes
@@ -22,7 +23,6 @@ from .feature import (
     Row,
     Size,
     Trait,
-    Without,
     Word,
     of_fields,
     option,
@@ -202,13 +202,46 @@ LAYERS = Feature(
             ),
         ),
     ),
+    explained=(
+        Entry(
+            "layers3from5",
+            "Three attention layers with the ids 5, 6 and 7, as on a later pipeline rank. Without this word "
+            "there are two, 0 and 1.",
+            also=("layers", "layer ids"),
+            numbers=True,
+        ),
+        Entry(
+            "layers3from0varied",
+            "Three attention layers, each with its own combination of window, soft cap and sinks.",
+            also=("varied layers",),
+            numbers=True,
+        ),
+        Entry(
+            "layers3from5groups",
+            "Layers in two KV groups: each has its own pool, request table and slots of new tokens.",
+            also=("KV group", "KV groups", "hybrid KV cache"),
+            numbers=True,
+        ),
+        Entry(
+            "layers3from5hybrid",
+            "Layers that keep a state and softmax layers, in turn, in one model.",
+            also=("hybrid model", "hybrid wrapper"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "layers3from5by8x2d32.8x1d64",
+            "Layers with different heads, alternating: 8 query and 2 KV heads of 32, then 8 and 1 of 64.",
+            also=("heads by layer",),
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {"layers": "" if case.layers == Layers() else case.layers.words},
     declared=(
         Asked(lambda case: "KV groups", lambda declared, case: declared.kv_groups or not case.layers.groups),
         Asked(_kinds, lambda declared, case: case.layers.hybrid == bool(declared.state and declared.state.hybrid)),
         Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
     ),
-    fit=Without("Cases are made of declared layers."),
     values=Columns(_columns, _of_row, further=("first_layer", "kv_groups", "varied")),
     covered=(
         option(

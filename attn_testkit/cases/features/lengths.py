@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ...contract import Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from .feature import Bound, Columns, Feature, Row, Simpler, Trait, Without, Word, no_capability
 from .numbers import MOST_REQUESTS, listed, nearer_numbers, numbers_word, read_numbers
@@ -69,6 +70,14 @@ KEYS = Feature(
             lambda case: "k" + numbers_word(case.prefixes),
             always=True,
             bounds=(Bound("keys before the step", 0, 1 << 24, most_listed=MOST_REQUESTS, most_together=1 << 26),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "k33",
+            "Keys of each request before the step; lists are joined by dots, and `15x2` is 15 twice.",
+            also=("prefixes", "prefix lengths"),
+            numbers=True,
         ),
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},

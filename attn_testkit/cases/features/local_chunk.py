@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import PERIOD
-from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Without, Word, of_number, option
+from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Word, of_number, option
 from .outside import with_layers
 from .rows import keys_of
 from .window import branches
@@ -56,9 +57,17 @@ LOCAL_CHUNK = Feature(
             bounds=(Bound("local chunk", 1, 1 << 24),),
         ),
     ),
+    explained=(
+        Entry(
+            "local64",
+            "Chunked-local attention in every second layer: a row sees only the keys of the 64 positions that"
+            " it is in.",
+            also=("chunked-local layers",),
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {"local_chunk": f"{case.local_chunk} positions, in layer 0" if case.local_chunk else ""},
     declared=(Asked(lambda case: f"chunked-local layers of {case.local_chunk}", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: (
             {"chunked_layers": [False, True]} if tier == "core" and mode in declared.windows.chunked else {}
@@ -80,7 +89,6 @@ LOCAL_CHUNK = Feature(
     ),
     simpler=of_number("local_chunk"),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_layers),),
 )

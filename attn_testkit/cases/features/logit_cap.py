@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import CAPPED, PERIOD, varies
-from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Without, Word, of_number, option
+from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Word, of_number, option
 from .outside import with_layers
 
 _CAPS = (0.0, 1.5)
@@ -56,9 +57,16 @@ LOGIT_CAP = Feature(
             bounds=(Bound("soft cap", 0, 999_999, 2), Bound("fraction of the soft cap", 0, 999_999, 3)),
         ),
     ),
+    explained=(
+        Entry(
+            "cap1.5",
+            "Logits of every second layer are bounded smoothly: cap * tanh(logit / cap).",
+            also=("soft cap", "logit cap"),
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {"logit_cap": _phrase(case)},
     declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.logit_cap or not case.logit_cap),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])},
         lambda declared, row, so_far: {"logit_cap": _CAPS[declared.logit_cap]} if varies(row) else {},

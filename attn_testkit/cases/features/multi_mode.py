@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...contract import Capabilities, ForwardMode
+from ...glossary import Entry
 from .feature import Asked, Feature, Trait, Without, flag_word, of_flag
 
 
@@ -26,6 +27,14 @@ MULTI_MODE = Feature(
         ),
     ),
     words=(flag_word("multi_mode", "multi_mode"),),
+    explained=(
+        Entry(
+            "multi_mode",
+            "All declared modes run on one instance of the backend in alternation, eager and in graphs.",
+            also=("mixed", "multi-mode instance"),
+            page="reference/modes.md",
+        ),
+    ),
     describe=lambda case: {
         "multi_mode": "graphs of all declared modes on one instance, interleaved" if case.multi_mode else ""
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...glossary import Entry
 from ..fields import Fields
 from .feature import Bound, Columns, Feature, Simpler, Without, Word, no_capability
 from .numbers import MOST_REQUESTS, nearer_numbers
@@ -32,6 +33,27 @@ PADDED_REQUESTS = Feature(
             lambda case: f"b{case.bucket}{case.padding}",
             always=True,
             bounds=(Bound("batch size of the graph", 1, MOST_REQUESTS),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "b4prod",
+            "A graph of 4 requests, with padded requests filled as servers fill them.",
+            also=("prod",),
+            numbers=True,
+        ),
+        Entry("b4nan", "A graph of 4 requests, with NaN in the rows of padded requests.", also=("nan",), numbers=True),
+        Entry(
+            "b4stale",
+            "A graph of 4 requests, in which padded requests keep what was in the buffers before.",
+            also=("stale",),
+            numbers=True,
+        ),
+        Entry(
+            "b4small",
+            "A graph of 4 requests, in which padded requests look like small live requests.",
+            also=("small",),
+            numbers=True,
         ),
     ),
     describe=lambda case: {"bucket": _phrase(case)},

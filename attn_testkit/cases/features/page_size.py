@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Fields
 from .feature import Asked, Bound, Columns, Covered, Feature, Without, Word, of_number
 from .numbers import smaller_declared, some_of
@@ -42,11 +43,18 @@ PAGE_SIZE = Feature(
             bounds=(Bound("page size", 1, 1 << 16),),
         ),
     ),
+    explained=(
+        Entry(
+            "p16",
+            "Slots per page of the KV pool.",
+            also=("page size", "block size"),
+            numbers=True,
+        ),
+    ),
     describe=lambda case: {"page_size": str(case.page_size)},
     declared=(
         Asked(lambda case: f"page size {case.page_size}", lambda declared, case: case.page_size in declared.page_sizes),
     ),
-    fit=Without("Cases are made of declared page sizes."),
     values=Columns(
         lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)}
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...contract import Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
@@ -43,6 +44,13 @@ PREFIXED = Feature(
             lambda match, so_far: changed_rows(so_far["rows"], with_prefix=True),
             lambda case: "prefixed" * case.with_prefix,
             spelled=("prefixed",),
+        ),
+    ),
+    explained=(
+        Entry(
+            "prefixed",
+            "draft-decode: every request of every step has a prefix, for a backend that does not declare "
+            "drafts without one.",
         ),
     ),
     describe=lambda case: {"prefixed": "no request of any step is without a prefix" if case.with_prefix else ""},

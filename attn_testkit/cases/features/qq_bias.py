@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from .feature import Asked, Columns, Feature, Trait, Without, Word, of_fields, option
 
@@ -44,6 +45,10 @@ def _wrong(case: Fields) -> str:
     return "" if case.qq_bias in QQ_BIASES else f"qq_bias {case.qq_bias!r}: one of {QQ_BIASES}"
 
 
+def _context(schedules: Sequence[Any]) -> Changes:
+    return {"qq_bias": schedules[0].case.qq_bias}
+
+
 QQ_BIAS = Feature(
     name="additive bias",
     order=210,
@@ -54,6 +59,8 @@ QQ_BIAS = Feature(
             "additive bias",
             lambda case: case.qq_bias != "none",
             excludes={
+                "cross-attention layers": "encoder keys are not rows of the step",
+                "noncausal": "a bias hides the rows that follow a row",
                 "heads with their own scaling": "no model has both",
                 "no prompts or drafts to verify": "a bias is one among the rows of a prompt or a draft",
                 "KV splits": "servers with a bias attend to all keys at once",
@@ -73,6 +80,7 @@ QQ_BIAS = Feature(
         ),
     ),
     wrong=_wrong,
+    context=_context,
     words=(
         Word(
             "qqbias(?:shared)?",
@@ -81,9 +89,21 @@ QQ_BIAS = Feature(
             spelled=("qqbias", "qqbiasshared"),
         ),
     ),
+    explained=(
+        Entry(
+            "qqbias",
+            "A tensor of biases among the rows of the step, which is added to their logits. Each request has its own.",
+            also=("additive bias", "qq_bias", "attn_bias"),
+            page="reference/layers.md",
+        ),
+        Entry(
+            "qqbiasshared",
+            "The same, and all requests of a batch have one bias, as vLLM's kernel takes it.",
+            page="reference/layers.md",
+        ),
+    ),
     describe=lambda case: {"qq_bias": _PHRASES[case.qq_bias]},
     declared=(Asked(lambda case: "additive bias" + " for each request" * (case.qq_bias == "own"), _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(_columns, meets={"qq_bias": ("prefixes", "new_tokens", "window")}, further=("qq_bias",)),
     covered=(
         option(
@@ -94,7 +114,6 @@ QQ_BIAS = Feature(
     ),
     simpler=of_fields("qq_bias", value=lambda case: case.qq_bias),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {},
     varies="step",
-    apply=Without("steps/query_bias.py draws the numbers, runner_modes/query_bias.py gives them."),
+    apply=Without("steps/query_bias.py draws the numbers, runner_modes/tensors/query_bias.py gives them."),
 )

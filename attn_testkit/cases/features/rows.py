@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..draft import Draft
 from ..extend import EVEN_WITHOUT_ROWS, LONG_PROMPT, NEW_TOKENS, WITHOUT_ROWS, new_tokens, with_new_tokens
 from ..fields import Changes, Fields
@@ -26,7 +27,6 @@ from .feature import (
     Simpler,
     Size,
     Trait,
-    Without,
     Word,
 )
 from .fewer_rows import fewer_rows
@@ -293,6 +293,33 @@ ROWS = Feature(
             ),
         ),
     ),
+    explained=(
+        Entry(
+            "chain4",
+            "target-verify: a draft without branches, here of 4 tokens with the root.",
+            also=("chain",),
+            numbers=True,
+        ),
+        Entry(
+            "t0.0.1",
+            "target-verify: a draft tree, as the parent of each node after the root.",
+            also=("tree", "draft tree", "token tree"),
+            numbers=True,
+        ),
+        Entry(
+            "n6a1.3",
+            "Draft-extend modes: rows per request in the graph, then the accepted tokens of each request. In "
+            "extend: rows per request of the bucket, then the new tokens of each request.",
+            also=("accepted tokens", "accepted counts"),
+            numbers=True,
+        ),
+        Entry(
+            "topk2steps4",
+            "draft-decode: 2 branches of 4 tokens per request.",
+            also=("draft branches", "branches"),
+            numbers=True,
+        ),
+    ),
     describe=_phrases,
     declared=(
         Asked(lambda case: "as many rows of a request", _declared),
@@ -307,7 +334,6 @@ ROWS = Feature(
             lambda declared, case: case.topk <= declared.max_topk,
         ),
     ),
-    fit=Without("Cases are made of no more rows than are declared."),
     values=Columns(
         _columns,
         _of_row,

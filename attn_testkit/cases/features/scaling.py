@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
 from .feature import Asked, Feature, OnLayers, Trait, Without, flag_word, of_flag
@@ -33,6 +34,14 @@ SCALING = Feature(
     option=True,
     traits=(Trait("usual scaling", lambda case: case.usual_scaling),),
     words=(flag_word("usualscale", "usual_scaling"),),
+    explained=(
+        Entry(
+            "usualscale",
+            "All layers have the scaling 1/sqrt(head_dim). Without this word no layer has it, so a kernel "
+            "that ignores the given scaling fails.",
+            also=("usual scaling", "scaling", "softmax scale"),
+        ),
+    ),
     describe=lambda case: {"scaling": "1/sqrt(head_dim) in all layers" if case.usual_scaling else ""},
     declared=(
         Asked(

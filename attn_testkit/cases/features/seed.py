@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...glossary import Entry
 from .feature import Bound, Feature, Without, Word, no_capability, of_number
 
 SEED = Feature(
@@ -16,6 +17,7 @@ SEED = Feature(
             bounds=(Bound("seed", 1, 10**18 - 1),),
         ),
     ),
+    explained=(Entry("s1", "The seed of the case, if it is not 0.", numbers=True),),
     describe=lambda case: {"seed": str(case.seed or "")},
     values=Without("The caller of a tier sets it, for all cases."),
     simpler=of_number("seed"),

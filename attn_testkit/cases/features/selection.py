@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, Sparse
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..selection import PATTERN, Selection
 from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, Row, Trait, Word, of_fields, option
@@ -145,6 +146,63 @@ SELECTION = Feature(
             lambda match, so_far: {"selection": Selection.read(match)},
             lambda case: str(case.selection or ""),
             bounds=(Bound("number of selected keys", 1, 65_536),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "selected keys",
+            "The keys that an indexer chose for a row, a list of indices per row and layer. The row attends "
+            "to only these.",
+            also=("selected", "selection", "sparse attention"),
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "sel16",
+            "Each row selects up to 16 keys, given as positions in its request.",
+            also=("sparse top-k",),
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "sel4of16",
+            "Each row selects up to 4 blocks of 16 keys. The block of the row's key is one of them.",
+            also=("block selection",),
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "sel16slots",
+            "Each row selects up to 16 keys, given as slots of the KV pool.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "sel16holes",
+            "Each row selects up to 16 keys, and -1 may come before a key.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "sel16empty",
+            "Each row selects up to 16 keys, and in each layer one row selects none.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "index space",
+            "What an index of a selection is: the position of a key in its request, or a slot of the KV pool.",
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "holes",
+            "Entries of -1 that come before a key in a row's selection. A kernel must skip them and read on.",
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "empty rows",
+            "Rows of a live request that select no key. Their output may be any finite number.",
+            also=("empty row",),
+            page="how-to/selected-keys.md",
         ),
     ),
     describe=lambda case: {"selection": _words(case) if case.selection else ""},

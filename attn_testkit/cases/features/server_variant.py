@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..rows import Extend, Verify
 from ..traits import excluded
@@ -18,7 +19,6 @@ from .feature import (
     OnLayers,
     OnSteps,
     Trait,
-    Without,
     Word,
     of_fields,
     option,
@@ -80,13 +80,20 @@ SERVER_VARIANT = Feature(
     fields=("variants",),
     traits=(Trait("server variants", lambda case: bool(case.variants)),),
     words=tuple(map(_word, SERVER_VARIANTS)),
+    explained=(
+        Entry(
+            "server variant",
+            "Something that not every server does in the same way, such as empty batches. A case has it only "
+            "if the backend declares it, or if every backend must take it.",
+            also=("way", "ways", "dialect"),
+        ),
+    ),
     describe=lambda case: {
         "server variant": "; ".join(
             f"{word}: {variant.about}" for word, variant in SERVER_VARIANTS.items() if word in case.variants
         )
     },
     declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
-    fit=Without("Cases are made of variants that the backend takes."),
     values=Columns(
         lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS} if tier == "core" else {},
         lambda declared, row, so_far: {"variants": frozenset(word for word in _IN_ARRAYS if row.get(word))},

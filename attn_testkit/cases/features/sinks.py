@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...contract import BackendContext, Capabilities
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import SETTINGS, SINKING, varies
 from ..normals import normals
@@ -19,7 +20,6 @@ from .feature import (
     Feature,
     OnLayers,
     Trait,
-    Without,
     flag_word,
     of_flag,
     option,
@@ -69,9 +69,15 @@ SINKS = Feature(
     option=True,
     traits=(Trait("sinks", lambda case: case.sinks),),
     words=(flag_word("sink", "sinks"),),
+    explained=(
+        Entry(
+            "sink",
+            "A learned logit per query head that takes part in the softmax and has no value.",
+            also=("sinks", "attention sink"),
+        ),
+    ),
     describe=lambda case: {"sinks": _phrase(case)},
     declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]},
         lambda declared, row, so_far: {"sinks": declared.sinks} if varies(row) else {},

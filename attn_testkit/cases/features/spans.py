@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..spans import SPANS_PATTERN, Span, SpanShape, spans_of_request
-from .feature import Asked, Columns, Feature, OnLayers, Trait, Without, Word, of_fields, option
+from .feature import Asked, Columns, Feature, OnLayers, Trait, Word, of_fields, option
 from .outside import with_layers
 from .window import windows_of
 
@@ -90,6 +91,20 @@ def _undeclared_by_layer(declared: Capabilities, context: BackendContext) -> tup
     return "bidirectional spans in one layer", replace(context, layers=layers, max_spans=1)
 
 
+def _context(schedules: Sequence[Any]) -> Changes:
+    """The most spans of a request in any step, and 1 or more if a case has any."""
+    found = [
+        max(1, *(len(request.spans) for step in each.every_step for request in step.requests))
+        for each in schedules
+        if each.case.spans
+    ]
+    return {"max_spans": max(found, default=0)}
+
+
+def _eager_only(declared: Capabilities, case: Fields) -> str:
+    return "not declared: bidirectional spans in graphs" if case.spans and not declared.spans.in_graphs else ""
+
+
 SPANS = Feature(
     name="spans",
     order=200,
@@ -100,6 +115,8 @@ SPANS = Feature(
             "bidirectional spans",
             lambda case: case.spans is not None,
             excludes={
+                "cross-attention layers": "images go to the encoder or into the prompt",
+                "noncausal": "every row sees all keys already",
                 "heads with their own scaling": "no model has both",
                 "chunked-local layers": "no model has both, so no server says how they combine",
                 "ALiBi": "a bias of keys that follow a row differs between servers",
@@ -109,6 +126,8 @@ SPANS = Feature(
             },
         ),
     ),
+    context=_context,
+    eager_only=_eager_only,
     words=(
         Word(
             SPANS_PATTERN,
@@ -117,9 +136,29 @@ SPANS = Feature(
             spelled=("spans",),
         ),
     ),
+    explained=(
+        Entry(
+            "spans",
+            "Bidirectional spans: rows of an image, or of a block of a diffusion model, see each other in "
+            "both directions. Other rows are causal.",
+            also=("bidirectional span", "image span", "mm_prefix_range", "prefix LM"),
+            page="how-to/spans.md",
+        ),
+        Entry(
+            "spansprefix",
+            "Some spans lie in the prefix, or begin there and end in the new rows.",
+            page="how-to/spans.md",
+        ),
+        Entry("spanswide", "Some spans have more positions than a window, which narrows them.", page="how-to/spans.md"),
+        Entry(
+            "spansbylayer",
+            "Some layers have bidirectional spans and the others are causal: those with a window, as in Gemma"
+            " 4, or every second one.",
+            page="how-to/spans.md",
+        ),
+    ),
     describe=lambda case: {"bidirectional spans": _phrase(case)},
     declared=(Asked(lambda case: f"bidirectional spans {_phrase(case)}", _declared),),
-    fit=Without("Cases are made of declared options."),
     values=Columns(_columns, meets={"spans": ("prefixes", "new_tokens", "window")}, further=("spans",)),
     covered=(
         option(
@@ -147,7 +186,6 @@ SPANS = Feature(
     ),
     simpler=of_fields("spans", steps=_simpler),
     undeclared=(_undeclared, _undeclared_by_layer),
-    random=lambda draws, declared, so_far: {},
     varies="layer",
     apply=(OnLayers(_layers),),
 )

@@ -10,6 +10,7 @@ import torch
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..rows import Decode, Extend, Verify
 from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
@@ -295,6 +296,58 @@ STATE = Feature(
                 Bound("width of the convolution", 1, 16, 2),
                 Bound("length of a chunk with snapshots", 1, 1024, 5),
             ),
+        ),
+    ),
+    explained=(
+        Entry(
+            "recurrent state",
+            "What a layer of GDN, KDA, Mamba2 or Lightning remembers of a request: a matrix per value head, "
+            "whatever the length.",
+            also=("state", "states", "SSM state", "temporal state"),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "convolution window",
+            "The last W - 1 inputs of each channel, which the next row's convolution needs.",
+            also=("conv state", "window of inputs"),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "fresh request",
+            "A request without a token before the step. Its state begins from zeros, whatever its slot holds.",
+            also=("fresh",),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "commit",
+            "After a target-verify of states: the state after the last accepted node becomes that of the slot.",
+            also=("rollback",),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "scratch",
+            "Memory for window and state after each node of a draft, until some of them are accepted.",
+            also=("intermediate states",),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "k64w4s32",
+            "Recurrent states with keys of width 64, a convolution of 4 taps, and states in fp32.",
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "k128w1sb16",
+            "Recurrent states with keys of width 128, no convolution, and states in bf16.",
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "k64w4s32.null.zeroed.kv.strided",
+            "Recurrent states, with conventions of a server: how padded requests are marked, who clears "
+            "slots, how drafts are rolled back, and how states lie.",
+            page="how-to/recurrent-states.md",
+            numbers=True,
         ),
     ),
     describe=lambda case: {"state": _phrase(case)},

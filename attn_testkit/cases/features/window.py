@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...contract import LAYER_WINDOWS, BackendContext, Capabilities, ForwardMode
+from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..layers import PERIOD, varies
 from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, Row, Trait, Word, of_number, option
@@ -160,6 +161,16 @@ WINDOW = Feature(
             _write,
             bounds=(Bound("window", 0, 1 << 24),),
         ),
+    ),
+    explained=(
+        Entry(
+            "w11",
+            "A sliding window in every second layer: a row at position p sees the keys from p - 11 to p.",
+            also=("sliding window", "window"),
+            numbers=True,
+        ),
+        Entry("w11one", "A sliding window in every second layer. The other layers have none.", numbers=True),
+        Entry("w11same", "A sliding window in all layers.", numbers=True),
     ),
     describe=lambda case: {"window": _phrase(case)},
     declared=(

@@ -118,4 +118,5 @@ BIG_POOL = ServerVariant(
         "scales of the pool that lie apart": "a slot of such a pool lies in two places",
     },
     order=100,
+    also=("64-bit offsets",),
 )

@@ -8,9 +8,8 @@ from dataclasses import replace
 from ....contract import Capabilities, ForwardMode
 from ...fields import C, Fields
 from ...plan import Plan
-from ...rows import Verify
+from ...rows import Verify, with_draft_width
 from ...trees import Tree
-from .narrower_widths import rows_of_width, width_of
 from .variant import ServerVariant
 
 _PAGES = 4
@@ -21,7 +20,7 @@ _TREE = Tree((0, 0, 1))
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
-    return "prefix" in declared.server.context_len and width_of(case) > 0
+    return "prefix" in declared.server.context_len and case.draft_width > 0
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
@@ -29,7 +28,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
         return
     width = _WIDTH if small.draft else min(_WIDTH, declared.max_q_rows)
     case = small.of_requests((9, _PAGES * small.page_size, 1), padded=1, data="gauss", layout="shuffled")
-    case = case.with_changes(rows=rows_of_width(case.rows, width))
+    case = case.with_changes(rows=with_draft_width(case.rows, width))
     if case.mode is ForwardMode.DRAFT_EXTEND:
         # The request at the cap has rows behind it.
         case = case.with_changes(rows=case.rows.counted((1, width, width)))
@@ -63,4 +62,5 @@ CONTEXT_OF_PREFIXES = ServerVariant(
         "states": "layers that keep a state have no page table",
     },
     order=150,
+    also=("context cap",),
 )

@@ -41,4 +41,5 @@ EMPTY_BATCHES = ServerVariant(
     reaches_kernels=False,
     excludes={"KV splits": "without rows nothing is merged: servers return before they split keys"},
     order=10,
+    also=("idle", "empty DP rank", "empty batch"),
 )

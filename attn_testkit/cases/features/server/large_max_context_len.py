@@ -38,4 +38,5 @@ LARGE_MAX_CONTEXT_LEN = ServerVariant(
     context_len=_TOKENS,
     excludes={"empty_batches": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
     order=70,
+    also=("large max_context_len",),
 )

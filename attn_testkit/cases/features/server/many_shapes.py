@@ -41,4 +41,5 @@ MANY_BATCH_SHAPES = ServerVariant(
     plans=_plans,
     excludes={"empty_batches": "its steps take the place of those without a request"},
     order=90,
+    also=("many shapes",),
 )

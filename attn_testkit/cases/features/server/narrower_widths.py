@@ -6,47 +6,25 @@ SGLang makes an instance for each (``speculative_adaptive``), next to each other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ....contract import Capabilities
-from ...draft import Draft
-from ...fields import C, Fields
-from ...rows import Accepted, Drafted, Rows, Verify
-from ...trees import chain
+from ...fields import C, Changes, Fields
+from ...rows import MIN_DRAFT_WIDTH, with_draft_width
 from .variant import ServerVariant
 
 _LENS = (9, 70, 1)
 _WIDEST = 8
-MIN_WIDTH = 2
-"""Narrower batches are those of other modes: a chain of its root is decode, and a draft of one step has no forward."""
 
 
-def width_of(case: Fields) -> int:
-    """Number that becomes smaller: nodes of a chain, rows of a draft-extend, steps of a draft; 0 in other modes."""
-    return case.draft.steps if case.draft else case.width if case.mode.is_speculative() else 0
-
-
-def rows_of_width(rows: Rows, width: int) -> Rows:
-    """Rows of another width: a chain in target-verify. Raises ``ValueError`` in decode and extend."""
-    match rows:
-        case Verify():
-            return Verify(chain(width))
-        case Accepted():
-            return replace(rows, width=width, new=tuple(min(count, width) for count in rows.new))
-        case Drafted():
-            return replace(rows, draft=Draft(rows.draft.branches, width))
-    raise ValueError(f"rows of {rows.mode} have no width that a server changes")
-
-
-def narrower(case: C) -> list[C]:
+def _narrower(case: C) -> list[C]:
     """Cases of half the width and of the least one, which share the instance of a case with this variant."""
-    if NARROWER_WIDTHS.word not in case.variants:
-        return []
-    widths = sorted({max(MIN_WIDTH, width_of(case) // 2), MIN_WIDTH}, reverse=True)
+    widths = sorted({max(MIN_DRAFT_WIDTH, case.draft_width // 2), MIN_DRAFT_WIDTH}, reverse=True)
     variants = case.variants - {NARROWER_WIDTHS.word}
     return [
-        case.with_changes(rows=rows_of_width(case.rows, width), variants=variants, instance_of=case) for width in widths
+        case.with_changes(rows=with_draft_width(case.rows, width), variants=variants, instance_of=case)
+        for width in widths
     ]
 
 
@@ -56,7 +34,7 @@ def shares_widths(case: Fields) -> bool:
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
-    return case.mode in declared.server.narrower_widths and width_of(case) > MIN_WIDTH
+    return case.mode in declared.server.narrower_widths and case.draft_width > MIN_DRAFT_WIDTH
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
@@ -64,11 +42,17 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
         return
     small = small.of_requests(_LENS, padded=1, data="gauss", layout="shuffled")
     widest = _WIDEST if small.draft else min(_WIDEST, declared.max_q_rows)
-    wide = small.with_changes(rows=rows_of_width(small.rows, max(widest, 1)))
+    wide = small.with_changes(rows=with_draft_width(small.rows, max(widest, 1)))
     if wide.new:
         wide = wide.with_changes(rows=wide.rows.counted(((widest + 1) // 2, widest, 1)))
     if _fits(declared, wide):
         yield wide.with_changes(variants=frozenset({NARROWER_WIDTHS.word}))
+
+
+def _context(schedules: Sequence[Any]) -> Changes:
+    cases = [each.case for each in schedules]
+    widths = {case.draft_width for case in cases if case.mode is cases[0].mode}
+    return {"draft_widths": tuple(sorted(widths)) if len(widths) > 1 else ()}
 
 
 NARROWER_WIDTHS = ServerVariant(
@@ -85,4 +69,7 @@ NARROWER_WIDTHS = ServerVariant(
         "multi-mode instance": "the other modes of the instance have one width",
     },
     order=140,
+    also=("adaptive speculation", "dynamic speculative decoding", "draft widths"),
+    context=_context,
+    on_its_instance=_narrower,
 )

@@ -46,9 +46,7 @@ NON_CAUSAL = ServerVariant(
     excludes={
         "sliding window": "a window is one of the keys before a row",
         "branching trees": "a block of a diffusion model is not a tree",
-        "ALiBi": "a bias of keys that follow a row differs between servers",
-        "bidirectional spans": "every row sees all keys already",
-        "additive bias": "a bias hides the rows that follow a row",
     },
     order=80,
+    also=("non-causal", "bidirectional"),
 )

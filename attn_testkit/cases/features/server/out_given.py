@@ -28,4 +28,5 @@ OUT_GIVEN = ServerVariant(
     _fits,
     excludes={"KV splits": "forward_return_lse has no out=: each part has its own output, and they are merged"},
     order=50,
+    also=("lent", "out="),
 )

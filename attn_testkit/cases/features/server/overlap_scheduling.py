@@ -29,4 +29,5 @@ OVERLAP_SCHEDULING = ServerVariant(
     _cases,
     _fits,
     order=110,
+    also=("ahead", "overlap scheduling"),
 )

@@ -38,4 +38,5 @@ PADDED_TOKENS = ServerVariant(
         "empty_batches": "what a rank without requests is given has no rows either, and is not planned",
     },
     order=60,
+    also=("morerows", "padded token count"),
 )

@@ -44,4 +44,5 @@ PIECEWISE = ServerVariant(
         "states": "layers that keep a state have pieces of their own",
     },
     order=120,
+    also=("piecewise graphs",),
 )

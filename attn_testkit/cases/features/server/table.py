@@ -64,6 +64,11 @@ def all_fit(declared: Capabilities, case: Fields) -> bool:
     )
 
 
+def on_its_instance(case: C) -> list[C]:
+    """Other cases on the instance of ``case``, by its server variants."""
+    return [other for word in sorted(case.variants) for other in SERVER_VARIANTS[word].on_its_instance(case)]
+
+
 def dialect_of(declared: Capabilities, case: Fields) -> Dialect:
     """Conventions of a case's server for a backend with these capabilities: those of the case, else the usual ones,
     else those that the backend knows.

@@ -35,4 +35,5 @@ UNUSED_SCALES_VARIANT = ServerVariant(
         "loop": "the model of a loop has no scales",
     },
     order=130,
+    also=("takes_unused_scales",),
 )

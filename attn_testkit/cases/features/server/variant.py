@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ....contract import Capabilities
-from ...fields import C, Fields
+from ...fields import C, Changes, Fields
 from ...plan import Plan
 
 
 class _MakesCases(Protocol):
     def __call__(self, declared: Capabilities, small: C, /) -> Iterator[C]: ...
+
+
+class _SharesInstance(Protocol):
+    def __call__(self, case: C, /) -> list[C]: ...
+
+
+def _no_others(case: C) -> list[C]:
+    return []
 
 
 def _no_cases(declared: Capabilities, small: C) -> Iterator[C]:
@@ -60,6 +68,12 @@ class ServerVariant:
     it."""
     needs_no_capability: bool = False
     """True if any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
+    on_its_instance: _SharesInstance = _no_others
+    """(case) -> other cases, which share the instance of a case with this variant and run in turn with it."""
+    context: Callable[[Sequence[Any]], Changes] | None = None
+    """Function (schedules of an instance): fields of its ``BackendContext``."""
+    also: tuple[str, ...] = ()
+    """Other words for it, by which the glossary finds it too."""
     excludes: Mapping[str, str] = field(default_factory=dict)
     """Names of traits that no case has together with it -> why. The trait of a variant is its word. Everything
     else combines."""

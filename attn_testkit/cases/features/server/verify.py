@@ -44,6 +44,7 @@ SEQ_LENS_WITH_NEW = ServerVariant(
     _fits_with_new,
     says={"verify_lens": "all"},
     order=30,
+    also=("withnew", "seq_lens include new tokens"),
 )
 NO_TREE_TENSORS = ServerVariant(
     "no_tree_tensors",
@@ -54,4 +55,5 @@ NO_TREE_TENSORS = ServerVariant(
     gives_none=True,
     excludes={"branching trees": "the tree of a chain is known without its tensors"},
     order=40,
+    also=("bare", "chain without tree tensors"),
 )

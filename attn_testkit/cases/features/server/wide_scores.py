@@ -65,4 +65,5 @@ WIDE_SCORES = ServerVariant(
     context_len=_TOKENS,
     excludes={"empty_batches": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
     order=160,
+    also=("max_model_len of a million", "logits beyond 2 GiB"),
 )

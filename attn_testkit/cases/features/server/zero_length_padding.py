@@ -29,4 +29,5 @@ ZERO_LENGTH_PADDING = ServerVariant(
     says={"padded_requests": "nothing"},
     reaches_kernels=False,
     order=20,
+    also=("norows", "zero-length padding"),
 )

@@ -14,8 +14,8 @@ from attn_testkit.steps.data import StepData
 from attn_testkit.steps.query_bias import BEHIND_ROWS, COLUMNS_BETWEEN, bias_width
 from attn_testkit.steps.schedule import Schedule
 
-from .harness import ServerHarness
-from .step_tensor import Filling, GraphBatch, StepTensor
+from ..harness import ServerHarness
+from ..step_tensor import Filling, GraphBatch, StepTensor
 
 
 def bias_stride(context: BackendContext, case: Case) -> int:
@@ -77,15 +77,18 @@ def _of_graph(batch: GraphBatch) -> torch.Tensor | None:
     return bias_of_rows(batch.harness.context, batch.buffers.schedule.case, batch.buffers["qq_bias"], batch.rows)
 
 
-QQ_BIAS = StepTensor(
-    "qq_bias",
-    torch.float32,
-    per="row",
-    entries=bias_stride,
-    padded=_cleared,
-    live=_live,
-    eager=lambda harness, staged: padded_bias(harness.context, staged.schedule.case, staged.data),
-    graph=_of_graph,
-    given=lambda harness: harness.context.qq_bias != "none",
-    watched=("batch.qq_bias",),
+TENSORS = (
+    StepTensor(
+        "qq_bias",
+        torch.float32,
+        per="row",
+        entries=bias_stride,
+        padded=_cleared,
+        live=_live,
+        eager=lambda harness, staged: padded_bias(harness.context, staged.schedule.case, staged.data),
+        graph=_of_graph,
+        given=lambda harness: harness.context.qq_bias != "none",
+        watched=("batch.qq_bias",),
+        view=of_buffer,
+    ),
 )

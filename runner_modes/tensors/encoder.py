@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .harness import ServerHarness, StagedStep
-from .step_tensor import BatchField, Filling, GraphBatch, StepTensor, of_requests
+from ..harness import ServerHarness, StagedStep
+from ..step_tensor import BatchField, Filling, GraphBatch, StepTensor, of_requests
 
 
 def _given(harness: ServerHarness) -> bool:
@@ -42,7 +42,7 @@ def _rest(filling: Filling) -> Any:
     return 0 if filling.data.encoder is not None and filling.step.index % 2 else None
 
 
-ENCODER = (
+TENSORS = (
     StepTensor(
         "encoder_lens",
         torch.int64,

@@ -8,8 +8,8 @@ import torch
 
 from attn_testkit.cases.spans import Span
 
-from .harness import ServerHarness, StagedStep
-from .step_tensor import BatchField, Filling, GraphBatch, StepTensor
+from ..harness import ServerHarness, StagedStep
+from ..step_tensor import BatchField, Filling, GraphBatch, StepTensor
 
 
 def spans_of(staged: StagedStep, padded: int = 0) -> list[list[Span]]:
@@ -48,7 +48,7 @@ def _listed_in_graph(batch: GraphBatch) -> list[list[Span]]:
     return spans_of(batch.staged, batch.bs - batch.staged.step.bs)
 
 
-SPANS = (
+TENSORS = (
     StepTensor(
         "mm_prefix_range_tensor",
         torch.int32,

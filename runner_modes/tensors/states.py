@@ -16,9 +16,9 @@ from attn_testkit.families.recurrent.data import StateStepData, shape_of, slots_
 from attn_testkit.steps.schedule import Schedule
 from attn_testkit.watches.uploads import upload
 
-from .errors import blame
-from .harness import ServerHarness, StagedStep
-from .step_tensor import BatchField, Buffers, Filling, StepTensor
+from ..errors import blame
+from ..harness import ServerHarness, StagedStep
+from ..step_tensor import BatchField, Buffers, Filling, StepTensor
 
 
 def _begun(staged: StagedStep) -> list[bool]:
@@ -146,7 +146,7 @@ def _live_copies(filling: Filling) -> npt.NDArray[np.int64]:
     return _places(filling.staged)[list(_numbers(filling.staged).snapshot_slots)]
 
 
-STATES = (
+TENSORS = (
     StepTensor(
         "snapshot_slots",
         torch.int64,
