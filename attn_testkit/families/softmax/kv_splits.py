@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -52,8 +51,8 @@ def split_sums(
     """
     layers = make_layers(case)
     factors = factor_spacing(case, matmul_dtype)
-    sums_of = partial(attend_split, data, layers, outputs=False, factors=factors, q_scale=q_scale)
-    parts = [sums_of(part) for part in splits_of(case)]
+    asked = {"outputs": False, "factors": factors, "q_scale": q_scale}
+    parts = [attend_split(data, layers, part, **asked) for part in splits_of(case)]
     sums = torch.stack([part.lse for part in parts], 2)
     limits = torch.stack([lse_limit(part, case.dtype, lse_dtype, matmul_dtype) for part in parts], 2)
     if not case.merged_by_backend:
