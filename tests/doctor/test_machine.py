@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,21 +85,6 @@ def test_caches_are_counted_where_they_are_said_to_be(tmp_path):
     assert found.caches == {str(tmp_path / "mine"): 1, str(tmp_path / ".cache" / "flashinfer"): None}
 
 
-def test_byte_code_is_kept_if_it_is_there_or_may_be_written(monkeypatch, tmp_path):
-    origin = tmp_path / "here" / "__init__.py"
-    cached = tmp_path / "here" / "__pycache__" / "__init__.pyc"
-    cached.parent.mkdir(parents=True)
-    spec = importlib.util.spec_from_file_location("here", origin)
-    assert spec
-    spec.cached = str(cached)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    for forbidden, there, kept in [(False, False, True), (True, False, False), (True, True, True)]:
-        monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
-        if there:
-            cached.touch()
-        assert resources({}, tmp_path).keeps_byte_code is kept
-
-
 @pytest.mark.parametrize(("memory", "jobs"), [(3.5, 1), (3.6, 2), (4.3, 2), (4.4, 3), (1.0, 1), (100, 4)])
 def test_jobs_are_as_many_as_memory_and_cores_have_room_for(memory, jobs):
     assert replace(HERE, memory=round(memory * GIGABYTE)).jobs == jobs
@@ -117,7 +100,6 @@ def test_jobs_are_as_many_as_memory_and_cores_have_room_for(memory, jobs):
         ({"threads": "16"}, False, "OMP_NUM_THREADS is 16"),
         ({"caches": {"/triton": 3, "/flashinfer": None}}, False, "nothing is kept yet in /flashinfer;"),
         ({"caches": {"/triton": 0, "/flashinfer": 1}}, False, "nothing is kept yet in /triton;"),
-        ({"keeps_byte_code": False}, False, "Python keeps no byte code of torch here"),
     ],
 )
 def test_what_is_slow_is_said(changes, emulated, words):
@@ -134,7 +116,6 @@ def test_what_is_slow_is_said(changes, emulated, words):
         ({}, False, "compiled on first use"),
         ({"caches": {"/triton": None}}, True, "compiled on first use"),
         ({"memory": None}, False, "GB of memory"),
-        ({}, False, "byte code"),
     ],
 )
 def test_what_is_not_slow_is_not_said(changes, emulated, words):

@@ -17,10 +17,10 @@ def store_far_away(place):
 
 
 class WritesFarAway(TorchNativeBackend):
-    """An illegal memory access after every forward of a batch of three with heads of 64."""
+    """An illegal memory access after every forward of a batch of three."""
 
     def forward(self, *args: Any, **more: Any) -> torch.Tensor:
         out = super().forward(*args, **more)
-        if args[4].batch_size == 3 and args[3].v_head_dim == 64:
+        if args[4].batch_size == 3:
             store_far_away[(1,)](torch.zeros(1, device=out.device))
         return out

@@ -62,9 +62,8 @@ def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor
 
 @dataclass(frozen=True)
 class _Asked:
-    """Fields of ``Attention`` that are asked for, of those that may be left out; ``outputs``: ``out`` and ``mass``."""
+    """Fields of ``Attention`` that are asked for, of those that are None otherwise."""
 
-    outputs: bool = True
     flat: bool = False
     factors: float = 0.0
     query_rounding: torch.Tensor | None = None
@@ -75,20 +74,18 @@ def attend(
     layers: Sequence[AttentionLayer],
     visible: torch.Tensor | None = None,
     *,
-    outputs: bool = True,
     flat: bool = False,
     factors: float = 0.0,
     q_scale: str = "none",
 ) -> Attention:
     """Attention of all layers of a step on the keys and values as the pool holds them.
 
-    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``outputs``: False
-    leaves ``out`` and ``mass`` without numbers, [L, T, Hq, 0], for half of the time. ``flat``: compute this field of
-    ``Attention`` too. ``factors``: spacing of narrow factors, for that field; 0.0: leave it None.
+    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat``: compute
+    this field of ``Attention`` too. ``factors``: spacing of narrow factors, for that field; 0.0: leave it None.
     ``q_scale``: how queries are rounded, for ``logit_error``.
     """
     visible = data.visible if visible is None else visible
-    asked = _Asked(outputs or flat or bool(factors), flat, factors, query_rounding(data.q, q_scale))
+    asked = _Asked(flat, factors, query_rounding(data.q, q_scale))
     if _numbers(data, visible) <= _AT_ONCE:
         return _attend(data, layers, visible, asked)
     # One request at a time: nothing is computed on the padding behind short requests, and what is needed for a moment
@@ -228,25 +225,22 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     may_see_none = data.allowed is not None or data.encoder is not None
     weights, total, top, lse = _softmax(logits, _sinks(layers, num_q_heads, kv_heads), may_see_none)
     p = weights.flatten(3, 4)
-    out = mass = p.new_zeros(num_layers, tokens, num_q_heads, 0)
-    everything = factors = None
-    if asked.outputs:
-        if data.stored_values is None:
-            values = keys[..., : data.v.shape[-1]]
-        else:
-            values = _of_heads(data, data.stored_values, 1)
-        out = packed(p @ values)
-        if terms:
-            factors = factor_errors(p, terms[0].flatten(3, 4), terms[1].flatten(3, 4), values, packed, asked.factors)
-        sizes = values.abs_()
-        if asked.flat:
-            # The rows of a group see the same keys: one product for all of them.
-            even = (seen[:, :, :, 0].double() @ sizes).view(num_layers, bs, kv_heads, 1, widest, -1)
-            everything = packed((even / total).flatten(3, 4))
-        mass = packed(p @ sizes)
+    if data.stored_values is None:
+        values = keys[..., : data.v.shape[-1]]
+    else:
+        values = _of_heads(data, data.stored_values, 1)
+    out, everything = packed(p @ values), None
+    factors = None
+    if terms:
+        factors = factor_errors(p, terms[0].flatten(3, 4), terms[1].flatten(3, 4), values, packed, asked.factors)
+    sizes = values.abs_()
+    if asked.flat:
+        # The rows of a group see the same keys: one product for all of them.
+        even = (seen[:, :, :, 0].double() @ sizes).view(num_layers, bs, kv_heads, 1, widest, -1)
+        everything = packed((even / total).flatten(3, 4))
     return Attention(
         out=out,
-        mass=mass,
+        mass=packed(p @ sizes),
         logit_noise=packed(noise.flatten(3, 4)),
         keys=visible.sum(-1)[data.row_request, data.row_offset],
         lse=packed(lse.flatten(3, 4)).squeeze(-1),

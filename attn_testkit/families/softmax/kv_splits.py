@@ -16,17 +16,11 @@ from .limits import factor_spacing, lse_limit, merged_limit, merged_lse_limit
 
 
 def attend_split(
-    data: StepData,
-    layers: Sequence[AttentionLayer],
-    part: KVSplit,
-    *,
-    outputs: bool = True,
-    factors: float = 0.0,
-    q_scale: str = "none",
+    data: StepData, layers: Sequence[AttentionLayer], part: KVSplit, *, factors: float = 0.0, q_scale: str = "none"
 ) -> Attention:
     """Attention on only the keys of ``part``. Outputs of rows that see none of them are NaN.
 
-    ``outputs``, ``factors``, ``q_scale``: as in ``attend``.
+    ``factors``, ``q_scale``: as in ``attend``.
     """
     bs, _, longest = data.visible.shape
     # A request's first row follows its prefix. In draft-decode all keys are one part.
@@ -38,7 +32,7 @@ def attend_split(
         layers = [replace(layer, sinks=None) for layer in layers]
     if data.allowed is not None:
         data = replace(data, allowed=data.allowed & held[:, None])
-    return attend(data, layers, data.visible & held[:, None], outputs=outputs, factors=factors, q_scale=q_scale)
+    return attend(data, layers, data.visible & held[:, None], factors=factors, q_scale=q_scale)
 
 
 def split_sums(
@@ -51,8 +45,7 @@ def split_sums(
     """
     layers = make_layers(case)
     factors = factor_spacing(case, matmul_dtype)
-    asked = {"outputs": False, "factors": factors, "q_scale": q_scale}
-    parts = [attend_split(data, layers, part, **asked) for part in splits_of(case)]
+    parts = [attend_split(data, layers, part, factors=factors, q_scale=q_scale) for part in splits_of(case)]
     sums = torch.stack([part.lse for part in parts], 2)
     limits = torch.stack([lse_limit(part, case.dtype, lse_dtype, matmul_dtype) for part in parts], 2)
     if not case.merged_by_backend:

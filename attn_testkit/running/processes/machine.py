@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata as metadata
-import importlib.util
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +87,6 @@ class Resources:
     """``OMP_NUM_THREADS``; empty where it is not set."""
     caches: Mapping[str, int | None]
     """Folder of compiled kernels -> files in it; None: it is not there."""
-    keeps_byte_code: bool = True
-    """False if Python compiles the modules of torch at every start."""
 
     @property
     def usable(self) -> int:
@@ -122,19 +118,7 @@ def resources(environment: Mapping[str, str], root: Path = Path("/")) -> Resourc
             str(folder): (sum(path.is_file() for path in folder.rglob("*")) if folder.is_dir() else None)
             for folder in _cache_folders(environment)
         },
-        keeps_byte_code=_keeps_byte_code("torch"),
     )
-
-
-def _keeps_byte_code(package: str) -> bool:
-    """Report whether there is byte code of a package, or will be once it was imported. Does not import it."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.origin or not found.cached:
-        return True
-    folder = Path(found.cached).parent
-    while not folder.exists():
-        folder = folder.parent
-    return Path(found.cached).exists() or (not sys.dont_write_bytecode and os.access(folder, os.W_OK))
 
 
 def _cache_folders(environment: Mapping[str, str]) -> Iterator[Path]:
@@ -219,15 +203,4 @@ def _of_caches(found: Resources, emulated: bool) -> str:
     )
 
 
-def _of_byte_code(found: Resources, emulated: bool) -> str:
-    if found.keeps_byte_code:
-        return ""
-    return (
-        "Python keeps no byte code of torch here, and compiles it at each start, for 2 to 3 s: "
-        "export PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=~/.cache/python"
-    )
-
-
-_REASONS: tuple[_Reason, ...] = (
-    _of_emulation, _of_cores, _of_quota, _of_memory, _of_threads, _of_caches, _of_byte_code,
-)  # fmt: skip
+_REASONS: tuple[_Reason, ...] = (_of_emulation, _of_cores, _of_quota, _of_memory, _of_threads, _of_caches)
