@@ -171,11 +171,11 @@ def _of_68_heads(a: Arguments) -> Arguments:
 
 
 def _of_80_and_64(a: Arguments) -> Arguments:
-    return of_width(80)(a) | {"v": a["v"], "out": a["out"]}
+    return {**of_width(80)(a), "v": a["v"], "out": a["out"]}
 
 
 def _widths_fit(a: Any) -> bool:
-    """True if this version has a kernel for the width of values: a width of 64 goes with any."""
+    """True if this version has a kernel for keys and values of these widths."""
     width, of_values = a.q.shape[-1], a.v.shape[-1]
     return bool(
         of_values == width or (width <= 64 and of_values <= 512) or (128 < width <= 192 and 96 < of_values <= 128)
