@@ -39,5 +39,5 @@ def test_a_fault_among_healthy_lanes_changes_no_result_but_its_own() -> None:
     repeated = [each for each in shared.values() if each.repeated]
     assert all(each.repeated.startswith(IN_MPS) for each in repeated)
     # It depends on the driver whether the fault ends clients of other lanes: 580 on an H200 ends only the faulty one.
-    assert FAULTY in [each.case for each in repeated]
+    assert {each.case for each in crashed} <= {each.case for each in repeated}
     assert len(repeated) <= JOBS, "each lane leaves with the first fault"

@@ -467,7 +467,8 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
         mixed[:, :values] /= _STRONG_STEP
         window[:values] /= _STRONG_STEP
     return {
-        "mixed": mixed, "a": a, "b": b, "state": state, "window": window, "keys": torch.zeros(new, layer.k_heads, dtype=torch.int64),
+        "mixed": mixed, "a": a, "b": b, "state": state, "window": window,
+        "keys": torch.zeros(new, layer.k_heads, dtype=torch.int64),
         "asked": torch.zeros(new, layer.k_heads, 2, dtype=torch.int64),
     }  # fmt: skip
 
