@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.declared import within_declared
-from attn_testkit.cases.dimensions.data_pattern import EQUAL_LOGITS
+from attn_testkit.cases.features.data_pattern import EQUAL_LOGITS
 from attn_testkit.catalogue.array import array_of
 from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import AttentionLayer, Capabilities, ForwardMode

@@ -31,9 +31,9 @@ from reference_text import (
 )
 
 import attn_testkit
-from attn_testkit.cases.fields import EXCLUSIVE
-from attn_testkit.cases.server_variants import SERVER_VARIANTS
-from attn_testkit.cases.server_variants.variant import ServerVariant
+from attn_testkit.cases import traits
+from attn_testkit.cases.explained import all_entries, entry_of
+from attn_testkit.cases.features.server.table import SERVER_VARIANTS
 from attn_testkit.cli import all_commands, commands
 from attn_testkit.contract import (
     ROW_FORMATS,
@@ -74,7 +74,6 @@ from attn_testkit.contract.kv_split import KVSplit
 from attn_testkit.contract.layer import HeadShape
 from attn_testkit.contract.modes import ForwardMode
 from attn_testkit.contract.row_format import Plane
-from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
 from attn_testkit.results.case_result import CaseResult, Status
@@ -444,10 +443,7 @@ def states() -> str:
 
 def exclusions() -> str:
     """Features that no case combines, each pair with its reason."""
-    pairs = [
-        *EXCLUSIVE,
-        *((f"`{name}`", other, why) for name, each in SERVER_VARIANTS.items() for other, why in _excluded(each)),
-    ]
+    pairs = [(_named(one), _named(other), why) for one, other, why in traits.exclusions()]
     lines = [
         "No case combines two features of one row, and a case id that does is refused with the reason. Names in code "
         "are [words of case ids](case-ids.md).",
@@ -482,9 +478,9 @@ def fakes() -> str:
     return _page("Fakes of kernels", *lines)
 
 
-def _excluded(variant: ServerVariant) -> list[tuple[str, str]]:
-    """Server variants, in code, and other features that a variant excludes, with the reasons."""
-    return [(f"`{name}`" if name in SERVER_VARIANTS else name, why) for name, why in variant.excludes.items()]
+def _named(trait: str) -> str:
+    """A trait; one that is the word of a server variant in code."""
+    return f"`{trait}`" if trait in SERVER_VARIANTS else trait
 
 
 def python_api() -> str:

@@ -15,7 +15,6 @@ from attn_testkit.watches.packing import Sent, bytes_of, send, sent_alone
 from attn_testkit.watches.uploads import upload
 
 from .harness import ServerHarness, StagedStep
-from .query_bias import of_buffer
 from .static_inputs import StaticInputs
 from .step_tensor import GraphBatch
 from .step_tensors import BATCH_FIELDS
@@ -61,8 +60,8 @@ def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardB
     parts: dict[str, Any] = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
     if "batch.state.snapshot." in moved:
         parts["state"] = replace(parts["state"], snapshot=moved["batch.state.snapshot."])
-    if given.qq_bias is not None:
-        parts["qq_bias"] = of_buffer(given.qq_bias)
+    views = {each.name: each.view for each in BATCH_FIELDS if each.view and getattr(given, each.name) is not None}
+    parts |= {name: view(getattr(given, name)) for name, view in views.items()}
     return replace(given, **parts), tuple(sent)
 
 

@@ -25,7 +25,7 @@ from .looked_at import looked_at
 from .mode_runners import MODE_RUNNERS
 from .observe import observe, readable
 from .overlap_scheduling import next_of, plans_ahead, table_writes
-from .states import commit_states
+from .tensors.states import commit_states
 
 
 def run_eager(

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.dimensions.kv_splits import splits_of
+from attn_testkit.cases.features.kv_splits import splits_of
+from attn_testkit.cases.features.server.table import SERVER_VARIANTS, dialect_of, variant_of
+from attn_testkit.cases.features.table import FEATURES
 from attn_testkit.cases.layers import PERIOD
-from attn_testkit.cases.server_variants import dialect_of, variant_of, width_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (
@@ -81,7 +82,7 @@ class StagedStep:
 def mode_of(harness: ServerHarness, schedule: Schedule) -> str:
     """The mode of a schedule in messages, with its width if the instance has several."""
     case = schedule.case
-    return f"{case.mode} of width {width_of(case)}" if harness.context.draft_widths else str(case.mode)
+    return f"{case.mode} of width {case.draft_width}" if harness.context.draft_widths else str(case.mode)
 
 
 def what_alternates(harness: ServerHarness) -> Literal["modes", "widths"]:
@@ -91,6 +92,13 @@ def what_alternates(harness: ServerHarness) -> Literal["modes", "widths"]:
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
     return max(int(getattr(schedule, name)) for schedule in schedules)
+
+
+_CONTEXTS = [
+    context
+    for context in (*(each.context for each in FEATURES), *(each.context for each in SERVER_VARIANTS.values()))
+    if context
+]
 
 
 def context_for(
@@ -110,7 +118,6 @@ def context_for(
     mostly_unused = bool(variant_of(case).pool_elements)
     ctx = _largest(schedules, "max_context_len")
     spec = [s for s in schedules if s.case.mode.is_speculative()]
-    widths = {width_of(s.case) for s in schedules if s.case.mode is case.mode}
     verify = [s for s in schedules if s.case.tree is not None]
 
     def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
@@ -136,17 +143,14 @@ def context_for(
         num_draft_tokens=max([1] + [s.case.width for s in spec]),
         speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
-        max_encoder_len=_largest(schedules, "max_encoder_len"),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
-        draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         capture_tokens=tuple(sorted({bs * s.case.rows_at_once for s in schedules for bs in s.buckets})),
-        max_spans=_largest(schedules, "max_spans"),
         kv_splits=splits_of(case),
-        qq_bias=case.qq_bias,
         kv_groups=groups if len(groups) > 1 else (),
         index_pool=index_pool_for(schedules, layers, groups[0].kv_pool, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
+        **{name: value for asked in _CONTEXTS for name, value in asked(schedules).items()},
     )
 
 
@@ -175,7 +179,7 @@ def _pool(
 
 def _most_keys(schedules: Sequence[Schedule], columns: int, dialect: Dialect) -> int:
     """``max_context_len`` of a server with these conventions, whose request table has so many columns."""
-    if dialect.context_len == "all" or not all(width_of(schedule.case) for schedule in schedules):
+    if dialect.context_len == "all" or not all(schedule.case.draft_width for schedule in schedules):
         return columns
     steps = (step for each in schedules for step in (*each.steps, each.second, each.oversized))
     return max(request.prefix for step in steps for request in step.requests)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_testkit.cases.features.server.table import variant_of
 from attn_testkit.cases.indexing import Indexing
-from attn_testkit.cases.server_variants import variant_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Bytes, Piece
 from attn_testkit.contract import (

@@ -32,7 +32,7 @@ from .forward import forward
 from .harness import ServerHarness, StagedStep
 from .mode_runners import MODE_RUNNERS
 from .replay import fill_static, view_of
-from .states import captured_states
+from .tensors.states import captured_states
 
 Rows = torch.Tensor
 """Tensor [rows, ...] float32, host."""

@@ -26,8 +26,8 @@ from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
 from .overlap_scheduling import next_of, plans_ahead, table_writes
-from .states import captured_states, commit_states
 from .step_tensor import Filling
+from .tensors.states import captured_states, commit_states
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ class BatchField:
     """Function (harness): true if batches of the instance have the field."""
     watched: tuple[str, ...] = ()
     """Names in messages, as paths; the first names its buffer. Empty if a step may write it."""
+    view: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Function: what an eager batch has of the tensor that ``eager`` gives, on the device. None: all of it."""
 
 
 def _one(context: BackendContext, case: Case) -> int:

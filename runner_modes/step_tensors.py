@@ -8,17 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.features.found import modules_of
 from attn_testkit.contract import ForwardMode
 
+from . import tensors
 from .draft_decode import DRAFT_DECODE_TENSORS
 from .draft_extend import DRAFT_EXTEND_TENSORS
 from .draft_extend_v2 import DRAFT_EXTEND_V2_TENSORS
-from .encoder_fields import ENCODER
 from .extend import EXTEND_TENSORS
 from .harness import ServerHarness, StagedStep
-from .query_bias import QQ_BIAS
-from .spans import SPANS
-from .states import STATES
 from .step_tensor import BatchField, Filling, GraphBatch, StepTensor, of_requests
 
 
@@ -171,10 +169,7 @@ BATCH_FIELDS: tuple[BatchField, ...] = (
     _ROW_STARTS,
     *DRAFT_DECODE_TENSORS,
     *DRAFT_EXTEND_V2_TENSORS,
-    *SPANS,
-    *STATES,
-    QQ_BIAS,
-    *ENCODER,
+    *(each for module in modules_of(tensors.__name__) for each in module.TENSORS),
 )
 """Fields of batches, in the order in which messages name them."""
 STEP_TENSORS = tuple(each for each in BATCH_FIELDS if isinstance(each, StepTensor))

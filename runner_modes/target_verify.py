@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.server_variants import variant_of
+from attn_testkit.cases.features.server.table import variant_of
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 from attn_testkit.watches.uploads import upload_into

@@ -25,7 +25,7 @@ from attn_testkit.watches.uploads import upload, upload_into
 from .clock import Clock
 from .harness import ServerHarness
 from .loop_stages import LoopServer, StageResult, StatesOfStage, graphs_of, make_model
-from .states import commit_states
+from .tensors.states import commit_states
 
 
 @dataclass

@@ -119,7 +119,7 @@ SLOW: tuple[str, ...] = (
     "tests/running/test_worker_process.py::test_a_crash_names_its_signal_and_last_words_and_the_run_goes_on",
     "tests/running/test_raising_backends.py::test_a_message_of_two_megabytes_makes_no_record_of_seven",
     "tests/running/test_judge_of_worker.py::test_one_finds_what_the_controllers_finds_and_ends_by_itself",
-    "tests/minimize/test_dimensions.py::test_what_is_nearer_differs_in_no_dimension_in_which_the_case_does_not",
+    "tests/minimize/test_features.py::test_what_is_nearer_differs_in_no_feature_in_which_the_case_does_not",
     "tests/cases/test_steps.py::test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pages[",
     "tests/backends/test_flex.py",
     "tests/backends/test_flashinfer.py::test_every_kind_of_case_passes_and_says_that_its_kernels_are_emulated[",

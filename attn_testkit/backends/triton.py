@@ -321,11 +321,12 @@ class TritonBackend(AttentionBackend):
             layer.sinks if has_sinks else q, layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap),
             window, 0 if spans is None else spans.shape[1],
             *q.stride(), *key.stride()[:3], *value.stride()[:3], table.stride(0),
+            part.rank, part.ranks, part.interleave,
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
             CAUSAL=layer.causal, HAS_SPANS=spans is not None, HAS_CAP=layer.logit_cap > 0,
             HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
-            PART=part.kind, RANK=part.rank, RANKS=part.ranks, INTERLEAVE=part.interleave, KV_HEADS=tiles.kv_heads,
+            PART=part.kind, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:

@@ -52,18 +52,23 @@ def _block(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())  # tensor cores multiply tiles of 16 rows and more
 
 
-@triton.jit
+# Triton compiles a kernel for each value of a constant, and for integers that are 1 or multiples of 16. Not for those
+# that differ from step to step or layer to layer and make nothing faster: 1,613 kernels of eager core are 1,074 so.
+@triton.jit(
+    do_not_specialize=["window", "spans", "table_row", "rank", "ranks", "interleave"],
+    do_not_specialize_on_alignment=["kv_lens_ptr"],
+)
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_out_ptr, partial_ptr, lse_ptr,
     req_to_token_ptr, requests_ptr, kv_lens_ptr, cu_seqlens_q_ptr, positions_ptr, mask_ptr, spans_ptr, sinks_ptr,
     scale, v_scale, logit_cap, window, spans,
     q_row, q_head, q_dim, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
+    rank, ranks, interleave,
     PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr,
     SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PART: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    PART: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one request and ``KV_HEADS`` KV heads: one tile of its rows, one split of its keys.
 
@@ -73,7 +78,7 @@ def attend_kernel(
     included. Otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom.
     With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 if
     slots are as far apart as in a page everywhere, and no page needs to be known. ``PART``: the keys before the step,
-    its own, those of a rank, or all.
+    its own, those that ``rank`` of ``ranks`` has if each takes ``interleave`` keys in turn, or all.
     """
     request, head_group = tl.program_id(0), tl.program_id(1)
     tile, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -125,7 +130,7 @@ def attend_kernel(
         key = start + column_key
         owned = key < end  # slots behind the end are other requests' and may hold NaN, which 0 would not silence
         if PART == "rank":
-            owned = owned & (key // INTERLEAVE % RANKS == RANK)
+            owned = owned & (key // interleave % ranks == rank)
         slot = tl.load(table + start, mask=owned, other=0).to(tl.int64)
         if PAGE > 0:
             k_slots = slot // PAGE * k_page + slot % PAGE * k_slot

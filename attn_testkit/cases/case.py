@@ -11,37 +11,38 @@ from typing import Any
 from ..contract import ForwardMode
 from ..contract.head_layout import HEAD_LAYOUTS
 from . import derived_parameters
-from .dimensions.data_pattern import CODES as CODES
-from .dimensions.data_pattern import DATA as DATA
-from .dimensions.data_pattern import EXTREME_DATA as EXTREME_DATA
-from .dimensions.dimension import Word
-from .dimensions.padding import PADDINGS as PADDINGS
-from .dimensions.slot_order import LAYOUTS as LAYOUTS
-from .dimensions.table import DIMENSIONS
+from .features.data_pattern import CODES as CODES
+from .features.data_pattern import DATA as DATA
+from .features.data_pattern import EXTREME_DATA as EXTREME_DATA
+from .features.feature import Word
+from .features.padding import PADDINGS as PADDINGS
+from .features.slot_order import LAYOUTS as LAYOUTS
+from .features.table import FEATURES
 from .fields import Fields
 from .fields import Heads as Heads
 from .plans import context_len
 from .rows import Decode, minimal_rows
-from .server_variants import excluded
+from .traits import excluded
 
-WORDS = tuple(word for dimension in DIMENSIONS for word in dimension.words)
+WORDS = tuple(word for feature in FEATURES for word in feature.words)
 """Every word of an id, in order."""
+_WRONG = tuple(feature.wrong for feature in FEATURES if feature.wrong)
 _NEEDED = (
     "rows",
-    *(d.fields[0] for d in DIMENSIONS for word in d.words if word.always and isinstance(d.fields, tuple)),
+    *(d.fields[0] for d in FEATURES for word in d.words if word.always and isinstance(d.fields, tuple)),
 )
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Case(Fields):
-    """One thing to try: fields, and the name that they have. ``Fields`` says what is refused.
+    """One thing to try: fields, and the name that they have.
 
-    Raises ``ValueError`` for a server variant together with what it excludes, too.
+    Raises ``ValueError`` for values that contradict each other (``Feature.wrong``) or exclude each other
+    (``Trait.excludes``).
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if why := excluded(self):
+        if why := excluded(self) or next(filter(None, (wrong(self) for wrong in _WRONG)), ""):
             raise ValueError(why)
 
     @cached_property

@@ -8,13 +8,12 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import ROLLBACKS
 from .case import Case, Heads
-from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
-from .dimensions.rows import accepted
 from .draft import Draft
+from .features.heads import MOST_USUAL_RATIO, typical_heads
+from .features.rows import accepted
 from .head_layouts import alike, as_many
 from .nearest_declared import nearest_declared
-from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify, room_for
-from .server_variants import MIN_WIDTH, rows_of_width, width_of
+from .rows import MIN_DRAFT_WIDTH, Accepted, Decode, Drafted, Extend, Rows, Verify, room_for, with_draft_width
 from .trees import Tree, chain
 
 _MOST_PAGE = 64
@@ -126,6 +125,6 @@ def co_resident_of(declared: Capabilities, case: Case) -> Case:
     layouts = [heads for heads in typical_heads(declared) if alike(heads, own)]
     heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
     pages = sorted(declared.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
-    width = width_of(case) // 2
-    rows = rows_of_width(case.rows, width) if width >= MIN_WIDTH and case.topk <= 1 else case.rows
+    width = case.draft_width // 2
+    rows = with_draft_width(case.rows, width) if width >= MIN_DRAFT_WIDTH and case.topk <= 1 else case.rows
     return nearest_declared(declared, case.with_changes(heads=heads, page_size=pages[0], rows=rows))

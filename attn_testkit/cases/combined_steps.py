@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .dimensions.data_pattern import DATA, REVEALING
-from .dimensions.lengths import PATTERNS
-from .dimensions.padding import PADDINGS
-from .dimensions.slot_order import LAYOUTS
+from .features.data_pattern import DATA, REVEALING
+from .features.lengths import PATTERNS
+from .features.padding import PADDINGS
+from .features.slot_order import LAYOUTS
 from .fields import Fields
 from .plan import Plan
 

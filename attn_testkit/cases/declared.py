@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..contract import Capabilities
 from .case import Case
 from .co_residents import declared_co_residents
-from .dimensions.context import CONTEXT
-from .dimensions.table import DIMENSIONS
-from .dimensions.window import WINDOW
-from .server_variants import narrower
+from .features.context import CONTEXT
+from .features.server.table import on_its_instance
+from .features.table import FEATURES
+from .features.window import WINDOW
 
 
 def within_declared(declared: Capabilities, case: Case) -> bool:
@@ -17,12 +17,12 @@ def within_declared(declared: Capabilities, case: Case) -> bool:
         return False
     others = declared_co_residents(declared, case, declared.graph | declared.eager) if case.multi_mode else []
     return all(
-        asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others, *narrower(case))
+        asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others, *on_its_instance(case))
     )
 
 
 def not_declared(declared: Capabilities, case: Case) -> str:
     """The first value of ``case`` that is not declared, in words, in the order of an id's words; empty if all are."""
-    asked = (asked for dimension in DIMENSIONS for asked in dimension.declared)
+    asked = (asked for feature in FEATURES for asked in feature.declared)
     found = next((each.words(case) for each in asked if not each.declared(declared, case)), "")
     return found or ("" if within_declared(declared, case) else "as many tokens of context")

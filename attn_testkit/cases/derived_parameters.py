@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ..contract import ROW_FORMATS, Execution, ForwardMode
 from ..contract.kv_layouts import OWN
-from .dimensions.data_pattern import DATA
+from .features.data_pattern import DATA
 from .fields import Fields
 from .layers import TURNS
 

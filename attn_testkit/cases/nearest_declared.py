@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ..contract import Capabilities
-from .dimensions.dimension import Without
-from .dimensions.table import DIMENSIONS
+from .features.feature import Without
+from .features.table import FEATURES
 from .fields import C
 
 
 def nearest_declared(declared: Capabilities, case: C) -> C:
     """The case, or the nearest one that a backend with these capabilities takes."""
-    for dimension in DIMENSIONS:
-        if not isinstance(dimension.fit, Without):
-            changes = dimension.fit(declared, case)
+    for feature in FEATURES:
+        if not isinstance(feature.fit, Without):
+            changes = feature.fit(declared, case)
             if any(getattr(case, name) != value for name, value in changes.items()):
                 case = case.with_changes(**changes)
     return case

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from .combined_steps import combined_plans
-from .dimensions.dimension import OnSteps
-from .dimensions.table import DIMENSIONS
+from .features.feature import OnSteps
+from .features.server.table import variant_of
+from .features.table import FEATURES
 from .fields import Fields
 from .plan import Plan
-from .server_variants import variant_of
 
 _MAX_OTHER_TOKENS = 512
 """Most prefix tokens of steps other than the case's own batch, so that one long request stays the only one."""
@@ -60,8 +60,8 @@ def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...],
         rotated.append(Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
     oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
     plans = [*plans[:5], *rotated, *plans[5:], *combined, oversized]
-    for dimension in DIMENSIONS:
-        for meaning in dimension.apply:
+    for feature in FEATURES:
+        for meaning in feature.apply:
             plans = meaning.plans(case, plans) if isinstance(meaning, OnSteps) else plans
     return buckets, plans
 

@@ -164,3 +164,19 @@ def minimal_rows(mode: ForwardMode) -> Rows:
         case ForwardMode.EXTEND:
             return Extend((1,), 1)
     return Accepted((1,), 1, v2=mode is ForwardMode.DRAFT_EXTEND_V2)
+
+
+MIN_DRAFT_WIDTH = 2
+"""Narrower batches are those of other modes: a chain of its root is decode, and a draft of one step has no forward."""
+
+
+def with_draft_width(rows: Rows, width: int) -> Rows:
+    """Rows of another ``Fields.draft_width``: a chain in target-verify. Raises ``ValueError`` in decode and extend."""
+    match rows:
+        case Verify():
+            return Verify(chain(width))
+        case Accepted():
+            return replace(rows, width=width, new=tuple(min(count, width) for count in rows.new))
+        case Drafted():
+            return replace(rows, draft=Draft(rows.draft.branches, width))
+    raise ValueError(f"rows of {rows.mode} have no width that a server changes")

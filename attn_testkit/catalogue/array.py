@@ -1,4 +1,4 @@
-"""The covering array of a mode: columns of all dimensions, and which of their values no row has together.
+"""The covering array of a mode: columns of all features, and which of their values no row has together.
 
 A pair of values is excluded if no case has both (``cases/fields.py`` and the server variants say what excludes what),
 if the backend does not declare both together, or if the nearest declared case has another value. So a row is a case as
@@ -18,22 +18,23 @@ from cachetools import LRUCache, cached
 
 from ..cases.case import Case
 from ..cases.declared import within_declared
-from ..cases.dimensions.dimension import Columns, Row, Without
-from ..cases.dimensions.table import DIMENSIONS
-from ..cases.fields import DEFAULTS, THINGS
+from ..cases.features.feature import Columns, Row, Without
+from ..cases.features.table import FEATURES
+from ..cases.fields import DEFAULTS
 from ..cases.layers import varies
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
+from ..cases.traits import TRAITS
 from ..contract import ROW_FORMATS, Capabilities, ForwardMode
 from .covering import Value, covering_array
 
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""
-_COLUMNS: Sequence[Columns] = [each.values for each in DIMENSIONS if not isinstance(each.values, Without)]
+_COLUMNS: Sequence[Columns] = [each.values for each in FEATURES if not isinstance(each.values, Without)]
 _INSIDE: Mapping[str, Sequence[str]] = {name: others for each in _COLUMNS for name, others in each.inside.items()}
 _MEETS: Mapping[str, Sequence[str]] = {name: others for each in _COLUMNS for name, others in each.meets.items()}
 _FURTHER = frozenset(name for each in _COLUMNS for name in each.further)
-_ASKED = [each for of in DIMENSIONS for each in of.declared if of.name not in ("mode", "context")]
+_ASKED = [each for of in FEATURES for each in of.declared if of.name not in ("mode", "context")]
 _SHAPES = ("heads", "head_dim", "dtype", "kv_dtype")
 """Columns of which a value may need another one: head dims of MLA, blocks of a format."""
 _KINDS = ("heads", "kv_dtype")
@@ -124,8 +125,8 @@ class Array:
             row = next((each for each in self._near(row, name) if self._case(each)), row)
             case = self._case(row)
         plain = self._case(base)
-        things = frozenset[Any](each for each, has in THINGS.items() if case and has(case))
-        things -= {each for each, has in THINGS.items() if plain and has(plain)}
+        things = frozenset[Any](each for each, trait in TRAITS.items() if case and trait.has(case))
+        things -= {each for each, trait in TRAITS.items() if plain and trait.has(plain)}
         if name in _KINDS or (name in _SHAPES and self.declared.kv_dtypes & ROW_FORMATS.keys()):
             return row, things | {(name, value.family if name == "heads" else value)}
         brings = value != self.columns[name][0] and (things or name in _FURTHER or name == "varied")
@@ -158,10 +159,10 @@ class Array:
         """The nearest declared case of a row; None if there is none."""
         values: dict[str, Any] = {"rows": minimal_rows(self.mode)}
         try:
-            for dimension in DIMENSIONS:
-                if not isinstance(dimension.values, Without):
-                    values |= {name: row[name] for name in dimension.fields if name in row}
-                    values |= dimension.values.fields(self.declared, row, values)
+            for feature in FEATURES:
+                if not isinstance(feature.values, Without):
+                    values |= {name: row[name] for name in feature.fields if name in row}
+                    values |= feature.values.fields(self.declared, row, values)
         except ValueError:
             return None
         off = [name for name in _OFF if varies(row) and values.get(name, _OFF[name]) != _OFF[name]]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..cases.case import Case
-from ..cases.dimensions.dimension import Covered, Without
-from ..cases.dimensions.heads import fewest_latent_heads, other_heads
-from ..cases.dimensions.page_size import lens_beyond_a_page
-from ..cases.dimensions.rows import most_rows, rows_of, rows_of_two
+from ..cases.features.feature import Covered, Without
+from ..cases.features.heads import fewest_latent_heads, other_heads
+from ..cases.features.page_size import lens_beyond_a_page
+from ..cases.features.rows import most_rows, rows_of, rows_of_two
 from ..cases.fields import Changes
 from ..cases.head_layouts import per_head
 from ..contract import Capabilities, ForwardMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..cases.case import CODES, Case
-from ..cases.dimensions.numbers import nearest, some_of
+from ..cases.features.numbers import nearest, some_of
 from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads
-from ..cases.dimensions.heads import typical_heads
-from ..cases.dimensions.numbers import nearest, some_of
+from ..cases.features.heads import typical_heads
+from ..cases.features.numbers import nearest, some_of
 from ..cases.head_layouts import latent, latent_heads
 from ..cases.layers import Layers
 from ..contract import Capabilities, ForwardMode

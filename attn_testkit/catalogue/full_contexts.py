@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from ..cases.case import CODES, Case
+from ..cases.features.server.table import usual_page
 from ..cases.layers import Layers
 from ..cases.plans import context_len
-from ..cases.server_variants import usual_page
 from ..contract import Capabilities
 
 _LONG, _LONG_OF_MLA = 66_000, 8_192

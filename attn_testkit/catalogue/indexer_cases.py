@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..cases.case import Case
-from ..cases.dimensions.dimension import Without
-from ..cases.dimensions.indexer import INDEXER
+from ..cases.features.feature import Without
+from ..cases.features.indexer import INDEXER
+from ..cases.features.server.table import usual_page, variant_cases
 from ..cases.indexing import NEAR, Indexing
 from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
 from ..cases.selection import Selection
-from ..cases.server_variants import usual_page, variant_cases
 from ..contract import Capabilities, ForwardMode
 
 _TIED_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)

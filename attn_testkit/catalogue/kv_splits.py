@@ -7,8 +7,8 @@ from typing import Any
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads, with_other_heads
-from ..cases.dimensions.kv_splits import splits_of as splits_of
-from ..cases.dimensions.numbers import nearest
+from ..cases.features.kv_splits import splits_of as splits_of
+from ..cases.features.numbers import nearest
 from ..cases.head_layouts import latent, latent_heads
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads
-from ..cases.dimensions.rows import most_rows
+from ..cases.features.rows import most_rows
 from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode

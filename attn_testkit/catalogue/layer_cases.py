@@ -10,8 +10,8 @@ from dataclasses import replace
 from ..cases.case import Case
 from ..cases.co_residents import with_other_heads
 from ..cases.declared import within_declared
-from ..cases.dimensions.layers import fields_with_shapes
-from ..cases.dimensions.rows import most_rows
+from ..cases.features.layers import fields_with_shapes
+from ..cases.features.rows import most_rows
 from ..cases.head_layouts import by_layer
 from ..cases.head_shapes import declared_shapes
 from ..cases.layers import Layers

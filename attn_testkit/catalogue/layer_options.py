@@ -5,8 +5,8 @@ tree that branches: the masks of trees go through the same paths (sglang #24617)
 from __future__ import annotations
 
 from ..cases.case import Case
+from ..cases.features.server.table import variant_of
 from ..cases.rows import Verify
-from ..cases.server_variants import variant_of
 from ..cases.trees import Tree
 from ..contract import Capabilities
 

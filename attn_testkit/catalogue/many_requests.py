@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..cases.case import Case
-from ..cases.dimensions.rows import most_rows
+from ..cases.features.rows import most_rows
 from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode

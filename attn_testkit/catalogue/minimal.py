@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, final
 
 from ..cases.case import Case
-from ..cases.dimensions.dimension import Draws, Without
-from ..cases.dimensions.heads import smallest_heads_first
-from ..cases.dimensions.table import DIMENSIONS
+from ..cases.features.feature import Draws, Without
+from ..cases.features.heads import smallest_heads_first
+from ..cases.features.table import FEATURES
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
 from ..contract import Capabilities, ForwardMode
@@ -33,18 +33,18 @@ class _Simplest:
 
 
 def drawn_case(draws: Draws, declared: Capabilities, mode: ForwardMode) -> Case:
-    """A case of values that each dimension draws. Raises ``ValueError`` if the capabilities leave no head layout."""
+    """A case of values that each feature draws. Raises ``ValueError`` if the capabilities leave no head layout."""
     if not smallest_heads_first(declared):
         raise ValueError(f"{mode} is declared, and no head layout with it")
     values: dict[str, Any] = {"rows": minimal_rows(mode)}
-    for dimension in DIMENSIONS:
-        if not isinstance(dimension.random, Without):
-            values |= dimension.random(draws, declared, values)
+    for feature in FEATURES:
+        if not isinstance(feature.random, Without):
+            values |= feature.random(draws, declared, values)
     return nearest_declared(declared, Case(**values))
 
 
 def minimal_case(declared: Capabilities, mode: ForwardMode) -> Case:
-    """The case of the simplest value in every dimension: one request without keys, of one row. Raises ``ValueError`` if
+    """The case of the simplest value in every feature: one request without keys, of one row. Raises ``ValueError`` if
     the capabilities leave no head layout.
     """
     return drawn_case(_Simplest(), declared, mode)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from ..cases.case import Case, Heads
 from ..cases.co_residents import branching
 from ..cases.declared import not_declared
-from ..cases.dimensions.heads import MOST_USUAL_RATIO, typical_heads
-from ..cases.dimensions.rows import MOST_NEW_TOKENS, most_rows
 from ..cases.draft import Draft
+from ..cases.features.heads import MOST_USUAL_RATIO, typical_heads
+from ..cases.features.rows import MOST_NEW_TOKENS, most_rows
 from ..cases.head_layouts import alike
 from ..cases.layers import Layers
 from ..cases.nearest_declared import nearest_declared

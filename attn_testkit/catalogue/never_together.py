@@ -1,8 +1,7 @@
 """Declared features that no case has, or no case has together, and what excludes them.
 
-A feature is an option that is declared, or a server variant. ``EXCLUSIVE`` of ``cases/fields.py`` and ``excludes`` of
-server variants say why some have no case together. A pair without a reason and without a case is a gap of the
-catalogue.
+Counted here are options that are declared, and server variants. ``excludes`` of their traits says why some have no case
+together. A pair without a reason and without a case is a gap of the catalogue.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ..cases.case import Case
-from ..cases.fields import EXCLUSIVE, THINGS
-from ..cases.server_variants import SERVER_VARIANTS, ServerVariant, all_fit
+from ..cases.features.server.table import SERVER_VARIANTS, all_fit
+from ..cases.features.server.variant import ServerVariant
+from ..cases.traits import TRAITS, exclusions
 from ..contract import Capabilities, ForwardMode
 from .not_covered import DECLARED_VALUES
 
 _OPTIONS = "selections without a key, and with -1 before keys, are made by the kit, and an indexer makes neither"
 _RULES = (
-    *EXCLUSIVE,
+    *exclusions(),
     ("-1 before selected keys", "layers that use the selection of another", _OPTIONS),
     ("rows without a key", "layers that use the selection of another", _OPTIONS),
-    *((word, name, why) for word, each in SERVER_VARIANTS.items() for name, why in each.excludes.items()),
 )
 _ALONE = "it has only small cases of its own, because one of them costs as much as several others"
 _FROM = "server."
@@ -104,7 +103,9 @@ def _with_variant(declared: Capabilities, case: Case, word: str) -> Case | None:
 def features(declared: Capabilities, mode: ForwardMode, plain: Case) -> Mapping[str, Callable[[Case], bool]]:
     """Name of each declared feature -> whether a case has it. ``plain``: a case of the mode without server variants."""
     options = {
-        name: THINGS.get(name, lambda case, covered=covered, name=name: covered.tried(declared, case) == name)
+        name: TRAITS[name].has
+        if name in TRAITS
+        else lambda case, covered=covered, name=name: covered.tried(declared, case) == name
         for name, covered in DECLARED_VALUES.items()
         if list(covered.declared(declared, mode)) == [name]
     }
@@ -128,8 +129,7 @@ def _common(cases: Sequence[Case]) -> frozenset[str]:
     """Things and server variants that all of ``cases`` have."""
     if not cases:
         return frozenset()
-    things = frozenset(name for name, has in THINGS.items() if all(map(has, cases)))
-    return things.union(frozenset.intersection(*(case.variants for case in cases)))
+    return frozenset(name for name, trait in TRAITS.items() if all(map(trait.has, cases)))
 
 
 def _alone(one: str, other: str) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..cases.case import Case
-from ..cases.dimensions.data_pattern import EQUAL_LOGITS
-from ..cases.dimensions.dimension import Covered, Without
-from ..cases.dimensions.dimension import Value as Value
-from ..cases.dimensions.table import DIMENSIONS
+from ..cases.features.data_pattern import EQUAL_LOGITS
+from ..cases.features.feature import Covered, Without
+from ..cases.features.feature import Value as Value
+from ..cases.features.table import FEATURES
 from ..contract import Capabilities, ForwardMode
 
 
@@ -23,7 +23,7 @@ def _bounds_with_cases_first(covered: Covered) -> bool:
 DECLARED_VALUES: Mapping[str, Covered] = {
     covered.name: covered
     for covered in sorted(
-        (covered for dimension in DIMENSIONS for covered in dimension.covered), key=_bounds_with_cases_first
+        (covered for feature in FEATURES for covered in feature.covered), key=_bounds_with_cases_first
     )
 }
 """Name -> kind of declared value, in the order in which they are read, and are given small cases

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..cases.case import Case, Heads
-from ..cases.dimensions.heads import typical_heads
-from ..cases.dimensions.numbers import nearest
+from ..cases.features.heads import typical_heads
+from ..cases.features.numbers import nearest
 from ..cases.layers import Layers
 from ..contract import Capabilities, ForwardMode
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from ..cases.case import Case
-from ..cases.dimensions.kv_layout import usual_layout
+from ..cases.features.kv_layout import usual_layout
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..cases.case import CODES, Case, Heads
-from ..cases.dimensions.rows import most_rows
+from ..cases.features.rows import most_rows
 from ..cases.rows import Accepted, Extend, Verify, room_for
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode

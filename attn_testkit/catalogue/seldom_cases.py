@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..cases.case import Case
-from ..cases.server_variants import usual_page
+from ..cases.features.server.table import usual_page
 from ..contract import Capabilities
 
 BATCHES: Sequence[tuple[int, int]] = (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..cases.case import Case
 from ..cases.co_residents import with_other_heads
-from ..cases.dimensions.numbers import nearest
+from ..cases.features.numbers import nearest
 from ..cases.layers import Layers
 from ..contract import Capabilities
 from .layer_options import with_options

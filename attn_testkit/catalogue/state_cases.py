@@ -8,9 +8,9 @@ from typing import Any
 
 from ..cases.case import Case, Heads
 from ..cases.declared import not_declared
-from ..cases.dimensions.kv_layout import usual_layout
-from ..cases.dimensions.rows import rows_of_two
-from ..cases.dimensions.state import nearest_state
+from ..cases.features.kv_layout import usual_layout
+from ..cases.features.rows import rows_of_two
+from ..cases.features.state import nearest_state
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.nearest_declared import nearest_declared

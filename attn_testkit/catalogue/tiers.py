@@ -1,8 +1,8 @@
 """Cases that a tier tries: a covering array over what a backend declares, and a few named cases in addition.
 
-``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. An instance
-has several values of some dimensions, in its layers and its replays (``Columns.inside``): core pairs them there.
-Dimensions hold only declared values, and of long capabilities only some of them. From core on the other values get a
+``smoke`` meets every value of every feature once, ``core`` every pair of values, ``full`` every triple. An instance
+has several values of some features, in its layers and its replays (``Columns.inside``): core pairs them there.
+Features hold only declared values, and of long capabilities only some of them. From core on the other values get a
 small case each (``cases_for_uncovered.py``); values that no case covers are named (``not_covered.py``).
 """
 
@@ -16,8 +16,10 @@ from cachetools import LRUCache, cached
 
 from ..cases.case import Case
 from ..cases.declared import within_declared as within_declared
+from ..cases.features.server.big_pool import big_index_pool_cases, big_pool_cases
+from ..cases.features.server.table import variant_cases
+from ..cases.features.server.wide_scores import wide_scores_cases
 from ..cases.nearest_declared import nearest_declared
-from ..cases.server_variants import big_index_pool_cases, big_pool_cases, variant_cases, wide_scores_cases
 from ..contract import Capabilities, ForwardMode
 from .array import TIERS as TIERS
 from .array import array_cases, array_of

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads, with_other_heads
-from ..cases.dimensions.rows import most_rows
+from ..cases.features.rows import most_rows
+from ..cases.features.server.table import usual_page
 from ..cases.head_layouts import as_many, latent, latent_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Extend, room_for
-from ..cases.server_variants import usual_page
 from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 

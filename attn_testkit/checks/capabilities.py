@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cases.dimensions.table import DIMENSIONS
+from ..cases.features.table import FEATURES
 from ..contract import AttentionBackend, BackendContext, Capabilities, Unsupported
 from ..results.finding import Finding
 from ..steps.schedule import Schedule
@@ -14,7 +14,7 @@ from .failures import is_ctrl_c, reason_of, site_of
 
 def undeclared_contexts(declared: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:
     """Contexts that differ from ``context`` in one undeclared value, with the name of that value."""
-    found = (outside(declared, context) for dimension in DIMENSIONS for outside in dimension.undeclared)
+    found = (outside(declared, context) for feature in FEATURES for outside in feature.undeclared)
     yield from (each for each in found if each is not None)
 
 

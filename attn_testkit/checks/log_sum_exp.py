@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..cases.case import Case
-from ..cases.dimensions.kv_splits import splits_of
+from ..cases.features.kv_splits import splits_of
 from ..contract import Capabilities, LogSumExp
 from ..results.finding import Finding
 from .comparison import Comparison, place_of_max

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..cases.case import Case
-from ..cases.dimensions.kv_splits import splits_of
+from ..cases.features.kv_splits import splits_of
 from ..contract import AttentionLayer, KVSplit
 from ..families.softmax.attention import Attention
 from ..families.softmax.kv_splits import attend_split

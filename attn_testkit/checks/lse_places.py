@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..cases.dimensions.kv_splits import splits_of
+from ..cases.features.kv_splits import splits_of
 from ..families.softmax.attention import seen_in
 from .describe import row_name
 from .lse_patterns import LseEvidence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..glossary import all_entries, entry_of
+from ..cases.explained import all_entries, entry_of
 from ..registry import UsageError, did_you_mean
 from ..results.checks import CHECKS
 from ..results.names import MODES
@@ -87,7 +87,7 @@ def _explain_check(name: str) -> None:
 
 def _explain_case(name: str) -> None:
     case = _case(name)
-    from .explain_case import explain_case  # imports torch, which a misspelt word does not need
+    from .explain_case import explain_case  # imports torch
 
     explain_case(case)
 

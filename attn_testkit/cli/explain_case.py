@@ -8,11 +8,11 @@ import click
 
 from ..cases.case import Case
 from ..cases.derived_parameters import chosen
-from ..cases.dimensions.dimension import Without
-from ..cases.dimensions.numbers import listed
-from ..cases.dimensions.table import DIMENSIONS
+from ..cases.explained import entry_of
+from ..cases.features.feature import Without
+from ..cases.features.numbers import listed
+from ..cases.features.table import FEATURES
 from ..contract import ForwardMode
-from ..glossary import entry_of
 from ..steps.schedule import Schedule, Step, make_schedule
 
 
@@ -33,9 +33,9 @@ def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _phrases(case: Case) -> Iterator[tuple[str, str]]:
-    for dimension in DIMENSIONS:
-        if not isinstance(dimension.describe, Without):
-            yield from ((label, _with_meaning(phrase)) for label, phrase in dimension.describe(case).items() if phrase)
+    for feature in FEATURES:
+        if not isinstance(feature.describe, Without):
+            yield from ((label, _with_meaning(phrase)) for label, phrase in feature.describe(case).items() if phrase)
 
 
 def _with_meaning(phrase: str) -> str:

@@ -46,7 +46,7 @@ def echo_header(header: RunHeader) -> None:
     click.echo(f"attn-testkit {header.kit}: {backends}", err=True)
     planned = f", {header.planned} case-runs" if header.tier != FUZZ else ""  # a search has no fixed number
     click.echo(f"  {header.device_name}; {versions}; tier {header.tier}, seed {header.seed}{planned}", err=True)
-    for line in note_lines(header.notes):
+    for line in (*filter(None, [header.sharing]), *note_lines(header.notes)):
         click.echo(f"  {line}", err=True)
 
 

@@ -15,6 +15,8 @@ from functools import partial
 import torch
 
 from ..cases.case import CODES
+from ..cases.features.data_pattern import COUNTED
+from ..cases.traits import never_with
 from ..checks import Comparison
 from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
@@ -164,7 +166,7 @@ def find_attended(
     """
     found: AttendedKeys | None = None
     selects = schedule.case.selection is not None
-    if schedule.case.alibi or schedule.case.qq_bias != "none":
+    if never_with(schedule.case, COUNTED):
         # Equal queries give keys other weights by their bias, and a probe takes a weight for a count.
         return None
     for place in _places_to_ask(schedule, comparison):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..cases.server_variants import variant_of
+from ..cases.features.server.table import variant_of
 from ..checks import Comparison
 from ..contract import ForwardMode
 from ..families.expected import expect

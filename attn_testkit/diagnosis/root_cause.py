@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ..cases.server_variants import shares_widths
+from ..cases.features.server.narrower_widths import shares_widths
 from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation

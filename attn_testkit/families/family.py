@@ -206,8 +206,8 @@ class Family:
 
     name: str
     """Name, which a ``HeadLayout`` refers to."""
-    dimensions: frozenset[str]
-    """Names of the dimensions of cases that mean something (``cases/dimensions``). In all others a case has the
+    features: frozenset[str]
+    """Names of the features of cases that mean something (``cases/features``). In all others a case has the
     default."""
     layers: Callable[[Fields], tuple[AttentionLayer, ...]]
     """Case -> the layers of the test model. They differ in everything that a layer of the family may differ in."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, replace
 from typing import Any
 
-from ..cases.dimensions.dimension import Dimension
-from ..cases.dimensions.table import DIMENSIONS
+from ..cases.features.feature import Feature
+from ..cases.features.table import FEATURES
 from ..cases.fields import DEFAULTS, C, Fields
 from .family import Family
 from .hybrid.family import HYBRID
@@ -19,15 +19,15 @@ FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT, HYBRI
 
 
 def register(family: Family) -> None:
-    """Add a family. Raises ``ValueError`` for the name of another one, for dimensions that there are not, and
+    """Add a family. Raises ``ValueError`` for the name of another one, for features that there are not, and
     without those that every case has a value in.
     """
-    unknown = family.dimensions - {dimension.name for dimension in DIMENSIONS}
+    unknown = family.features - {feature.name for feature in FEATURES}
     if unknown:
-        raise ValueError(f"family {family.name!r}: no dimension of cases is called {', '.join(sorted(unknown))}")
-    needed = {each.name for each in DIMENSIONS if any(DEFAULTS[name] is MISSING for name in each.fields)}
-    if needed - family.dimensions:
-        missing = ", ".join(sorted(needed - family.dimensions))
+        raise ValueError(f"family {family.name!r}: no feature of cases is called {', '.join(sorted(unknown))}")
+    needed = {each.name for each in FEATURES if any(DEFAULTS[name] is MISSING for name in each.fields)}
+    if needed - family.features:
+        missing = ", ".join(sorted(needed - family.features))
         raise ValueError(f"family {family.name!r} leaves out {missing}, in which every case has a value; add them")
     if FAMILIES.get(family.name, family) is not family:
         raise ValueError(f"there is another family {family.name!r}; give it another name")
@@ -43,7 +43,7 @@ def family_of(case: Fields) -> Family:
 
 
 def meaningless(case: Fields) -> list[str]:
-    """Names of dimensions in which a case has its own value, and which mean nothing in its family."""
+    """Names of features in which a case has its own value, and which mean nothing in its family."""
     return [each.name for each in _outside(case) if any(getattr(case, n) != DEFAULTS[n] for n in each.fields)]
 
 
@@ -53,7 +53,7 @@ def meaningful(case: C) -> C:
     return replace(case, **changes) if meaningless(case) else case
 
 
-def _outside(case: Fields) -> list[Dimension]:
-    """Dimensions that mean nothing in the family of the case."""
-    known = family_of(case).dimensions
-    return [each for each in DIMENSIONS if each.name not in known]
+def _outside(case: Fields) -> list[Feature]:
+    """Features that mean nothing in the family of the case."""
+    known = family_of(case).features
+    return [each for each in FEATURES if each.name not in known]

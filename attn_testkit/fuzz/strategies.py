@@ -12,7 +12,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from ..cases.case import Case
-from ..cases.dimensions.heads import smallest_heads_first
+from ..cases.features.heads import smallest_heads_first
 from ..catalogue.minimal import drawn_case
 from ..contract import Capabilities, ForwardMode
 from ..families.table import meaningful
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Draws:
-    """Interface of Hypothesis for dimensions."""
+    """Interface of Hypothesis for features."""
 
     draw: st.DrawFn
 

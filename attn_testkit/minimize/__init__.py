@@ -1,1 +1,1 @@
-"""A failing case made small: few dimensions that are not as in the plain case of its mode, and small values of them."""
+"""A failing case made small: few features that are not as in the plain case of its mode, and small values of them."""

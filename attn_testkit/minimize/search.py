@@ -1,4 +1,4 @@
-"""The search: dimensions are reset in ever smaller groups, then values made smaller, as long as the case still fails.
+"""The search: features are reset in ever smaller groups, then values made smaller, as long as the case still fails.
 
 Each step keeps a case that fails and is nearer to the minimal one, so the search ends. Its cases depend only on the
 first one, the capabilities and the results.
@@ -13,8 +13,8 @@ from itertools import combinations
 
 from ..cases.case import Case, parse_case
 from ..cases.declared import not_declared
-from ..cases.dimensions.dimension import Simpler
-from ..cases.dimensions.table import DIMENSIONS as ALL
+from ..cases.features.feature import Simpler
+from ..cases.features.table import FEATURES as ALL
 from ..cases.fields import Changes
 from ..cases.rows import Extend, room_for
 from ..catalogue.minimal import minimal_cases
@@ -22,12 +22,12 @@ from ..contract import Capabilities
 from ..results.case_result import BAD, CaseResult, Status, failed_check
 from .failing_step import case_of_step, failing_step
 
-DIMENSIONS: Mapping[str, Simpler] = {each.name: each.simpler for each in ALL if isinstance(each.simpler, Simpler)}
-"""Dimensions by name, in the order in which they are printed: that of a case id's words."""
+FEATURES: Mapping[str, Simpler] = {each.name: each.simpler for each in ALL if isinstance(each.simpler, Simpler)}
+"""Features by name, in the order in which they are printed: that of a case id's words."""
 
 _SEEDS = (1, 2, 3)
 _MOST_FOR_SEEDS = 5
-"""Number of dimensions beyond which no other seeds are tried: each pair of them takes one case-run per seed."""
+"""Number of features beyond which no other seeds are tried: each pair of them takes one case-run per seed."""
 
 
 class TimeUp(Exception):
@@ -36,7 +36,7 @@ class TimeUp(Exception):
 
 @dataclass(frozen=True)
 class Need:
-    """A dimension in which the smallest case differs from the minimal one."""
+    """A feature in which the smallest case differs from the minimal one."""
 
     name: str
     value: str
@@ -56,14 +56,14 @@ def changed(case: Case, changes: Changes) -> Case:
     return case.with_changes(**changes)
 
 
-def odd_dimensions(case: Case, minimal: Case) -> list[str]:
-    """Names of ``DIMENSIONS`` in which a case differs from the minimal one."""
-    return [name for name, dimension in DIMENSIONS.items() if dimension.of(case) != dimension.of(minimal)]
+def odd_features(case: Case, minimal: Case) -> list[str]:
+    """Names of ``FEATURES`` in which a case differs from the minimal one."""
+    return [name for name, feature in FEATURES.items() if feature.of(case) != feature.of(minimal)]
 
 
 def needs(case: Case, minimal: Case) -> list[Need]:
-    """Dimensions in which a case differs from the minimal one, with their values."""
-    found = ((name, DIMENSIONS[name].value) for name in odd_dimensions(case, minimal))
+    """Features in which a case differs from the minimal one, with their values."""
+    found = ((name, FEATURES[name].value) for name in odd_features(case, minimal))
     return [Need(name, words(case), words(minimal)) for name, words in found]
 
 
@@ -155,12 +155,12 @@ class Search:
         return parse_case(self.smallest.case)
 
     def odd(self) -> list[str]:
-        """Names of dimensions in which the smallest case differs from the minimal one."""
+        """Names of features in which the smallest case differs from the minimal one."""
         assert self.minimal is not None
-        return odd_dimensions(self.case, self.minimal)
+        return odd_features(self.case, self.minimal)
 
     def _make_plain(self) -> bool:
-        """Reset all differing dimensions at once, then halves of them, quarters, and each by itself."""
+        """Reset all differing features at once, then halves of them, quarters, and each by itself."""
         found = False
         size = len(self.odd())
         while size:
@@ -171,14 +171,14 @@ class Search:
         return found
 
     def _with_plain(self, names: Sequence[str]) -> Case | None:
-        """Reset some dimensions of the smallest case. A dimension that depends on another waits for it."""
+        """Reset some features of the smallest case. A feature that depends on another waits for it."""
         assert self.minimal is not None
         case, waiting = self.case, list(names)
         while waiting:
             left = []
             for name in waiting:
                 try:
-                    case = changed(case, DIMENSIONS[name].reset(case, self.minimal))
+                    case = changed(case, FEATURES[name].reset(case, self.minimal))
                 except ValueError:
                     left.append(name)
             if len(left) == len(waiting):
@@ -187,7 +187,7 @@ class Search:
         return case
 
     def _make_plain_with_seeds(self) -> bool:
-        """Replace two dimensions at once by a seed. Derived parameters may be all that they contribute to the failure,
+        """Replace two features at once by a seed. Derived parameters may be all that they contribute to the failure,
         and a seed changes those too.
         """
         odd = self.odd()
@@ -201,13 +201,11 @@ class Search:
         return False
 
     def _make_nearer(self) -> bool:
-        """Try smaller values of each dimension until none of them fails."""
+        """Try smaller values of each feature until none of them fails."""
         assert self.minimal is not None
         found = False
-        for name in DIMENSIONS:
-            while name in self.odd() and self._one_nearer(
-                DIMENSIONS[name].steps(self.declared, self.case, self.minimal)
-            ):
+        for name in FEATURES:
+            while name in self.odd() and self._one_nearer(FEATURES[name].steps(self.declared, self.case, self.minimal)):
                 found = True
         return found
 
@@ -234,8 +232,8 @@ class Search:
 
     def _cost(self, case: Case) -> tuple[int, list[tuple[float, ...]]]:
         assert self.minimal is not None
-        sizes = [dimension.size(case, self.minimal) for dimension in DIMENSIONS.values()]
-        return len(odd_dimensions(case, self.minimal)), sizes
+        sizes = [feature.size(case, self.minimal) for feature in FEATURES.values()]
+        return len(odd_features(case, self.minimal)), sizes
 
     def _result(self, case: Case) -> CaseResult:
         if case.id not in self._results:

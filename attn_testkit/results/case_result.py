@@ -92,7 +92,8 @@ class CaseResult:
     printed: str = ""
     """Output that the backend printed in this case-run, stdout and stderr; of a long one, the end."""
     repeated: str = ""
-    """The end of a process of the kit, in words, that left an earlier attempt without a result; empty for none."""
+    """The end of a process of the kit, in words, that left an earlier attempt without a result; with ``IN_MPS`` before
+    it, that of a process which shared its GPU. Empty for none."""
     node: str = ""
     """The machine of a cluster that ran it; empty without a cluster."""
     gpu: str = ""

@@ -20,6 +20,10 @@ KIT_ERROR = "the kit itself failed: "
 NO_ROOM = "no room "
 """Beginning of a result's reason if the machine lacks the memory that the case takes."""
 
+IN_MPS = "under MPS: "
+"""Beginning of ``CaseResult.repeated`` if the first attempt shared its GPU by MPS, and may have ended for a fault of
+another case-run."""
+
 NOT_STARTED = "not started: "
 """Beginning of a result's reason if the budget of the run left no time for it."""
 

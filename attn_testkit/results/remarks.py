@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from .case_result import CaseResult, Status
+from .names import IN_MPS
 from .run_header import RunHeader
 
 
@@ -83,12 +84,21 @@ def printed_lines(results: Iterable[CaseResult]) -> list[str]:
 
 
 def repeated_lines(results: Iterable[CaseResult]) -> list[str]:
-    """One line about case-runs that were repeated, with how processes of the kit ended; empty for none."""
+    """Lines about case-runs that were repeated, with how the first attempts ended; empty for none."""
     how = Counter(result.repeated.partition("\n")[0] for result in results if result.repeated)
-    if not how:
-        return []
-    reasons = "; ".join(f"{count}: {reason}" for reason, count in how.items())
-    return [f"repeated, since a process of the kit ended in the middle of them: {reasons}"]
+    lines = []
+    for why, in_mps in _REPEATED.items():
+        of_these = {reason: count for reason, count in how.items() if reason.startswith(IN_MPS) == in_mps}
+        if of_these:
+            reasons = "; ".join(f"{count}: {reason.removeprefix(IN_MPS)}" for reason, count in of_these.items())
+            lines.append(f"{why}: {reasons}")
+    return lines
+
+
+_REPEATED = {
+    "repeated, since a process of the kit ended in the middle of them": False,
+    "repeated without MPS, where a fault of one process may end those of all lanes": True,
+}
 
 
 def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:

@@ -57,6 +57,8 @@ class RunHeader:
     """Spec -> version or origin."""
     planned: int
     """Number of case-runs that this run has to do: those of the tier, or of the selection."""
+    sharing: str = ""
+    """Sentence about a shared GPU, as ``14 lanes share the GPU by NVIDIA's MPS``; empty if none is shared."""
     limits: tuple[str, ...] = ()
     """Limits of the emulation; empty on hardware."""
     not_covered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

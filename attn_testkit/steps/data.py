@@ -20,11 +20,11 @@ from cachetools.keys import hashkey
 
 from ..cases.case import Case
 from ..cases.derived_parameters import scales_are_computed
-from ..cases.dimensions.dimension import OnLayers
-from ..cases.dimensions.table import DIMENSIONS
+from ..cases.features.feature import OnLayers
+from ..cases.features.server.table import variant_of
+from ..cases.features.table import FEATURES
 from ..cases.fields import Fields
 from ..cases.normals import normals
-from ..cases.server_variants import variant_of
 from ..contract import FP8_PRODUCTS, ROW_FORMATS, AttentionLayer, ForwardMode, HeadShape, PackedRows
 from ..contract.row_format import ALL_NAN
 from .encoder import EncoderKeys, encoder_keys
@@ -57,8 +57,8 @@ def make_layers(case: Fields) -> tuple[AttentionLayer, ...]:
     """
     case = case.instance_of or case
     layers: list[dict[str, Any]] = [{} for _ in range(case.layers.count)]
-    for dimension in DIMENSIONS:
-        for meaning in dimension.apply:
+    for feature in FEATURES:
+        for meaning in feature.apply:
             if isinstance(meaning, OnLayers):
                 for layer, changes in zip(layers, meaning.of_layers(case), strict=True):
                     layer.update(changes)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..cases.features.server.table import variant_of
 from ..cases.layers import PERIOD
-from ..cases.server_variants import variant_of
 from ..contract import INDEX_WIDTH
 from .schedule import Ints, Schedule, Step
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from ..cases.case import Case
 from ..cases.declared import not_declared
+from ..cases.features.server.table import variant_of
 from ..cases.rows import Decode, Rows, Verify
-from ..cases.server_variants import variant_of
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 from .numerics import numerics_of

@@ -101,7 +101,7 @@ def _one_hot(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Draw
 
 def _rising_logits(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     # One channel of the keys is a ramp from -1 to 1, and that of a query +-size: scaled by 0.5 and 1.5 / sqrt(D), the
-    # logits span 100 and 300. Rows and heads climb and fall alternately.
+    # logits differ by 100 and 300. Rows and heads climb and fall alternately.
     size = 100 * math.sqrt(q[-1])
     queries, keys = normals(q, rng).clone(), normals(k, rng).clone()
     keys[..., -1] = torch.linspace(-1, 1, k[2]).view(1, 1, -1, 1)

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from ..cases.case import Case
 from ..cases.derived_parameters import DERIVED_PARAMETERS, shallow_depth
-from ..cases.dimensions.spans import spans_in
 from ..cases.draft import Draft
+from ..cases.features.spans import spans_in
 from ..cases.plan import Plan
 from ..cases.plans import context_len_of, lens_of, make_plans
 from ..cases.spans import Span
@@ -235,11 +235,9 @@ class Schedule:
         return tuple(step for step in self.steps[1:] if step.chunk_of is not None)
 
     @property
-    def max_spans(self) -> int:
-        """Most bidirectional spans of a request in any step, and 1 or more; 0 if the case has none."""
-        steps = (*self.steps, self.second, self.oversized)
-        most = max((len(request.spans) for step in steps for request in step.requests), default=0)
-        return max(1, most) if self.case.spans else 0
+    def every_step(self) -> tuple[Step, ...]:
+        """All steps, of graphs and eager ones."""
+        return (*self.steps, self.second, self.oversized)
 
     @property
     def idle(self) -> tuple[Step, ...]:
@@ -278,8 +276,7 @@ class Schedule:
         """Most encoder keys of a request; 0 without cross-attention layers."""
         if not self.case.encoder_len:
             return 0
-        steps = (*self.steps, self.second, self.oversized)
-        return max(request.encoder_len for step in steps for request in step.requests)
+        return max(request.encoder_len for step in self.every_step for request in step.requests)
 
     def runs_eagerly(self, step: Step, declared: Capabilities) -> bool:
         """True if an eager run follows the replay of a step, on a backend with these capabilities."""
@@ -291,7 +288,7 @@ class Schedule:
 
         The same object every time. Raises ``KeyError`` that lists the names there are.
         """
-        named = {step.name: step for step in (*self.steps, self.second, self.oversized)}
+        named = {step.name: step for step in self.every_step}
         if name in named:
             return named[name]
         found = re.fullmatch(r"(.+), (?:only )?requests? (\d+(?: \d+)*)", name)

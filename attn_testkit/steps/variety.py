@@ -7,9 +7,9 @@ The first two steps are as the case says: an eager run has the first, and a fail
 
 from __future__ import annotations
 
-from ..cases.dimensions.data_pattern import DATA, REVEALING
-from ..cases.dimensions.padding import PADDINGS
-from ..cases.dimensions.slot_order import LAYOUTS
+from ..cases.features.data_pattern import DATA, REVEALING
+from ..cases.features.padding import PADDINGS
+from ..cases.features.slot_order import LAYOUTS
 from ..cases.fields import Fields
 
 _AS_NAMED = 2

@@ -72,10 +72,10 @@ def test_a_backend_is_not_left_to_the_end_because_it_was_named_last() -> None:
 
 
 def test_a_process_goes_back_to_no_grad_once_a_round_at_most(valuable: Plan) -> None:
-    """Each time takes a new worker."""
+    """Each time takes a new worker, which imports the backend: for a server as long as a hundred case-runs."""
     modes = [parse_case(item.case).inference_mode for item in valuable.items]
     back = sum(before and not after for before, after in itertools.pairwise(modes))
-    assert 1 < back <= 6
+    assert 1 < back <= 3
 
 
 def test_in_a_round_cases_with_little_work_come_before_those_with_a_hundred_times_as_much(valuable: Plan) -> None:

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.dimensions.data_pattern import REVEALING
+from attn_testkit.cases.features.data_pattern import REVEALING
 from attn_testkit.steps.schedule import Step, make_schedule
 
 CASE = "decode-gqa2x2-d32-bf16-p4-k5.9.30-{}-{}-b4{}"

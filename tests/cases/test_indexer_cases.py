@@ -6,8 +6,9 @@ import pytest
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend, TorchNativeSparseSlotsBackend
 from attn_testkit.cases.case import Case
+from attn_testkit.cases.features.server.table import variant_of
+from attn_testkit.cases.features.server.wide_scores import wide_scores_cases
 from attn_testkit.cases.indexing import NEAR
-from attn_testkit.cases.server_variants import variant_of, wide_scores_cases
 from attn_testkit.catalogue.large_cases import too_large_for_a_cpu
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, Indexer, Sparse

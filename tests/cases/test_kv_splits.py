@@ -7,7 +7,7 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.dimensions.kv_splits import KV_SPLITS, splits_of
+from attn_testkit.cases.features.kv_splits import KV_SPLITS, splits_of
 from attn_testkit.catalogue.not_covered import DECLARED_VALUES, describe_not_covered, not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, KVSplit, LogSumExp

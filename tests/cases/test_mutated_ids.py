@@ -8,7 +8,7 @@ import re
 import pytest
 
 from attn_testkit.cases.case import WORDS, Case, parse_case
-from attn_testkit.cases.dimensions.dimension import Bound, Word
+from attn_testkit.cases.features.feature import Bound, Word
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.cli import main
 from attn_testkit.contract import ForwardMode

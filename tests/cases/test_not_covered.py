@@ -11,8 +11,8 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.dimensions.rows import MOST_ROWS
-from attn_testkit.cases.dimensions.table import DIMENSIONS
+from attn_testkit.cases.features.rows import MOST_ROWS
+from attn_testkit.cases.features.table import FEATURES
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.rows import Accepted, Decode, Rows, Verify
 from attn_testkit.cases.trees import Tree, chain
@@ -139,8 +139,8 @@ def test_a_mode_that_is_not_declared_lacks_nothing() -> None:
     assert [bool(not_covered(some, mode, [])) for mode in (DECODE, VERIFY)] == [True, True]
 
 
-def test_no_two_dimensions_have_a_kind_of_value_of_the_same_name() -> None:
-    names = [covered.name for dimension in DIMENSIONS for covered in dimension.covered]
+def test_no_two_features_have_a_kind_of_value_of_the_same_name() -> None:
+    names = [covered.name for feature in FEATURES for covered in feature.covered]
     assert sorted(names) == sorted(DECLARED_VALUES), "one of them would take the place of the other"
 
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.dimensions.heads import HEADS
-from attn_testkit.cases.dimensions.layers import LAYERS
-from attn_testkit.cases.dimensions.selection import SELECTION
-from attn_testkit.cases.dimensions.state import STATE
+from attn_testkit.cases.features.heads import HEADS
+from attn_testkit.cases.features.layers import LAYERS
+from attn_testkit.cases.features.selection import SELECTION
+from attn_testkit.cases.features.state import STATE
 from attn_testkit.cases.state import _WORDS, PATTERN, StateShape
 
 STATES = "decode-gdn{}-d64-bf16-p16-k5-shuffled-mild_decay-k64w4s32{}-b2prod"

@@ -8,9 +8,9 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.fields import THINGS
+from attn_testkit.cases.features.server.table import SERVER_VARIANTS, variant_of
 from attn_testkit.cases.indexing import Indexing
-from attn_testkit.cases.server_variants import SERVER_VARIANTS, variant_of
+from attn_testkit.cases.traits import TRAITS
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, Indexer, Sparse
 from attn_testkit.examples import MinimalBackend
@@ -233,12 +233,12 @@ def test_more_shapes_than_a_cache_of_128_entries_holds_stand_between_two_replays
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lseprefix-b2prod-given_out", "given_out excludes KV splits: forward_return_lse has no out="),
-        ("lseprefix-b2prod-padded_tokens", "padded_tokens excludes KV splits: rows of no request have no keys"),
-        ("lseprefix-b2prod-empty_batches", "empty_batches excludes KV splits: without rows nothing is merged"),
-        ("b2prod-empty_batches-padded_tokens", "padded_tokens excludes empty_batches: "),
-        ("b2prod-empty_batches-far", "far excludes empty_batches: "),
-        ("b2prod-far-shapes", "far excludes shapes: "),
+        ("lseprefix-b2prod-given_out", "given_out and KV splits: forward_return_lse has no out="),
+        ("lseprefix-b2prod-padded_tokens", "padded_tokens and KV splits: rows of no request have no keys"),
+        ("lseprefix-b2prod-empty_batches", "empty_batches and KV splits: without rows nothing is merged"),
+        ("b2prod-empty_batches-padded_tokens", "padded_tokens and empty_batches: "),
+        ("b2prod-empty_batches-far", "far and empty_batches: "),
+        ("b2prod-far-shapes", "far and shapes: "),
         ("b2prod-given_out-zero_length_padding", "not in its usual form; write .*-zero_length_padding-given_out$"),
         ("b2prod-given_out-given_out", "not in its usual form; write .*-given_out$"),
     ],
@@ -250,7 +250,7 @@ def test_what_excludes_each_other_is_refused_with_the_reason(words: str, message
 
 def test_what_variants_exclude_are_variants_and_things_that_a_case_has_and_each_says_why() -> None:
     for word, variant in SERVER_VARIANTS.items():
-        assert variant.excludes.keys() <= THINGS.keys() | SERVER_VARIANTS.keys() - {word}
+        assert variant.excludes.keys() <= TRAITS.keys() - {word}
         assert all(variant.excludes.values())
 
 

@@ -393,7 +393,7 @@ def test_unsupported_is_right_and_anything_else_is_not(monkeypatch: pytest.Monke
     (finding,) = refuses_undeclared(Raises, schedule_of(DECODE), context())
     assert finding.headline.endswith("and the constructor raised KeyError instead of Unsupported: 'x'")
     assert finding.where.endswith("in __init__: raise self.error")
-    monkeypatch.setattr(module, "DIMENSIONS", ())
+    monkeypatch.setattr(module, "FEATURES", ())
     assert refuses_undeclared(Raises, schedule_of(DECODE), context()) == []
 
 
@@ -407,7 +407,7 @@ def test_the_kits_own_constructor_refuses_all_of_it() -> None:
         forward = init_forward_metadata = None  # type: ignore[assignment]
 
     found = dict(undeclared_contexts(Plain.capabilities, context(modes=VERIFY)))
-    # One of each dimension that this class does not declare.
+    # One of each feature that this class does not declare.
     assert list(found) == [
         "mode draft-decode", "head dim 48", "keys wider than values by 16", "dtype bf16",
         "page size 48", "9 query rows per request", "topk 3",

@@ -10,9 +10,9 @@ import pytest
 from transcript import ROOT
 
 from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, WORDS, parse_case
+from attn_testkit.cases.features.server.table import SERVER_VARIANTS
 from attn_testkit.cases.fields import DEFAULTS
 from attn_testkit.cases.rows import Rows
-from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.cases.state import STATE_DATA
 from attn_testkit.contract import ForwardMode
 
@@ -117,7 +117,7 @@ def test_every_value_of_a_list_is_on_the_page() -> None:
 
 
 def test_every_field_of_a_case_can_be_said_by_a_word_of_the_page() -> None:
-    """A dimension that is added has a word, which stands on the page: ids that differ in it differ in the case."""
+    """A feature that is added has a word, which stands on the page: ids that differ in it differ in the case."""
     said: set[str] = set()
     for word, mode in (*EVERYWHERE, *OF_MODES, *OPTIONAL):
         one, other = parse_case(with_word(PLAIN[mode], word)), parse_case(PLAIN[mode])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
 from pages import DOCS, all_pages, generated
 from transcript import ROOT
 
-from attn_testkit import glossary
+from attn_testkit.cases import explained
 from attn_testkit.cases.case import WORDS
-from attn_testkit.cases.server_variants import SERVER_VARIANTS
-from attn_testkit.glossary import all_entries, entry_of
+from attn_testkit.cases.explained import all_entries, entry_of
+from attn_testkit.cases.features.server.table import SERVER_VARIANTS
+from attn_testkit.glossary import Entry
 from attn_testkit.reports import verdict
 from attn_testkit.reports.tally import text_table
 from attn_testkit.results.case_result import CaseResult, Status
@@ -65,7 +68,7 @@ def test_each_kind_of_word_of_a_case_id_has_an_entry_and_each_listed_value_its_o
         assert any(re.fullmatch(kind.pattern, word) for word in of_ids), f"no entry is a word like {kind.pattern}"
     for value in (value for kind in WORDS for value in kind.spelled):
         found = entry_of(value)
-        assert found is not None, f"glossary.toml has no entry {value!r}, a word of case ids"
+        assert found is not None, f"no feature explains {value!r}, a word of case ids"
         assert found.word == value, f"{value!r} has the entry of {found.word!r}, another word of case ids"
 
 
@@ -104,7 +107,7 @@ def test_a_number_that_changes_the_meaning_is_not_ignored() -> None:
 
 def test_modes_executions_tiers_variants_and_statuses_have_entries() -> None:
     words = [*MODES, *EXECUTIONS, *TIERS, *SERVER_VARIANTS, *(status.value for status in Status)]
-    assert [word for word in words if not entry_of(word)] == [], "glossary.toml has no entry"
+    assert [word for word in words if not entry_of(word)] == [], "neither glossary.toml nor a feature has an entry"
 
 
 def test_every_label_of_a_failure_text_has_an_entry() -> None:
@@ -162,14 +165,18 @@ def test_every_entry_names_a_page_and_none_takes_the_name_of_another_check() -> 
 
 
 def test_a_word_that_two_entries_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = (glossary.Entry("slot", "A.", "g"), glossary.Entry("place", "B.", "g", also=("Slot",)))
-    monkeypatch.setattr(glossary, "all_entries", lambda: twice)
-    glossary._by_key.cache_clear()
-    try:
-        with pytest.raises(ValueError, match="'slot' twice, as 'slot' and as 'place'"):
-            entry_of("slot")
-    finally:
-        glossary._by_key.cache_clear()
+    twice = (Entry("slot", "A."), Entry("place", "B.", also=("Slot",)))
+    monkeypatch.setattr(explained, "general_entries", lambda: twice)
+    with pytest.raises(ValueError, match="'slot' twice, as 'slot' and as 'place'"):
+        entry_of("slot")
+
+
+def test_a_general_word_is_found_without_the_features_that_import_torch() -> None:
+    program = (
+        "import sys; from attn_testkit.cases.explained import entry_of\n"
+        "assert entry_of('bucket')\nprint('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_pages_link_the_glossary() -> None:

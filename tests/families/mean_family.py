@@ -58,7 +58,7 @@ def supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
 
 MEAN = Family(
     name=NAME,
-    dimensions=frozenset(
+    features=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "layout", "data",
          "KV layout", "window", "layers", "padded requests", "padding", "multi_mode", "variants", "seed"}
     ),

@@ -8,8 +8,8 @@ from attn_testkit.runner_modes.harness import context_for
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.dimensions.alibi import ALIBI
-from attn_testkit.cases.dimensions.head_dim import HEAD_DIM
+from attn_testkit.cases.features.alibi import ALIBI
+from attn_testkit.cases.features.head_dim import HEAD_DIM
 from attn_testkit.contract import AttentionLayer, ForwardMode, KVLayer, KVPool, KVPoolSpec, Unsupported
 from attn_testkit.contract.kv_layouts import OWN
 from attn_testkit.families.expected import expect
@@ -165,7 +165,7 @@ def test_a_backend_refuses_other_differences_of_widths_and_an_undeclared_bias() 
 def test_undeclared_contexts_have_a_bias_or_wider_keys_only_where_those_are_not_declared() -> None:
     plain = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k19.6-shuffled-gauss-b2prod"))
     context = context_for([plain], CPU, make_layers(plain.case))
-    asked = [each for dimension in (ALIBI, HEAD_DIM) for each in dimension.undeclared]  # type: ignore[union-attr]
+    asked = [each for feature in (ALIBI, HEAD_DIM) for each in feature.undeclared]  # type: ignore[union-attr]
     partly = DECLARED.with_changes(alibi={"extend"}, head_dims={32})
     found = [what for each in asked if (answer := each(partly, context)) for what in answer[:1]]
     assert found == ["ALiBi", "head dim 48", "keys wider than values by 16"]

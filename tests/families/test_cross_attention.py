@@ -12,7 +12,7 @@ from in_process import plan_run, run_item
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.dimensions.cross_attention import CROSS_ATTENTION
+from attn_testkit.cases.features.cross_attention import CROSS_ATTENTION
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import (
     Capabilities,

@@ -9,7 +9,7 @@ import torch
 from attn_testkit.runner_modes.kv_splits import merged
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.dimensions.kv_splits import splits_of
+from attn_testkit.cases.features.kv_splits import splits_of
 from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.attention import Attention, attend
 from attn_testkit.families.softmax.kv_splits import attend_split

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attn_testkit.runner_modes.harness import context_for
 from attn_testkit.runner_modes.pool_address import pools_anywhere
-from attn_testkit.runner_modes.query_bias import (
+from attn_testkit.runner_modes.tensors.query_bias import (
     bias_of_rows,
     bias_stride,
     clear_bias,
@@ -20,7 +20,7 @@ from attn_testkit.runner_modes.query_bias import (
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.declared import not_declared
-from attn_testkit.cases.dimensions.qq_bias import QQ_BIAS
+from attn_testkit.cases.features.qq_bias import QQ_BIAS
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import BackendContext, Capabilities, ForwardMode, Unsupported
 from attn_testkit.families.expected import expect

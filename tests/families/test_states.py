@@ -14,6 +14,8 @@ from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
+from attn_testkit.families.expected import expect
+from attn_testkit.steps.schedule import make_schedule
 from attn_testkit_corpus.faults import r_prefills as prefills
 from attn_testkit_corpus.faults import r_published as published
 from attn_testkit_corpus.faults import r_rollback as rollback
@@ -242,3 +244,12 @@ def test_the_usual_mistakes_are_named(backend: type, name: str, execution: str, 
 def test_capabilities_without_a_state_have_no_such_cases() -> None:
     plain = Capabilities(eager={"decode"})
     assert not [case for case in generate(plain, ForwardMode.DECODE, "core") if case.state]
+
+
+def test_outputs_of_a_state_that_forgets_all_are_numbers_of_fp16() -> None:
+    # Mamba2's step is a factor of its input, and 200 where nothing is left of a state.
+    schedule = make_schedule(parse_case(
+        "decode-mamba4x2-d128-fp16-p16-k1.70.9-shuffled-strong_decay-k128w2sb16.zeroed.kv.strided-b4stale"
+    ))  # fmt: skip
+    largest = max(float(expect(schedule, step).attention.abs().max()) for step in schedule.every_step if step.tokens)
+    assert 100 < largest < 2**14

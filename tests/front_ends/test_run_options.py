@@ -108,7 +108,7 @@ def test_a_function_offers_each_option_to_help_and_to_mypy(
 VALUES: dict[str, Any] = {
     "modes": ("decode",), "executions": ("graph",), "tier": "full", "device": "cpu", "seed": 7, "cases": ("x*",),
     "known_failures": "/known.toml", "jobs": 3, "timeout_s": 5.0, "in_process": True, "budget_s": 60.0,
-    "diagnose": "none", "diagnose_seconds": 2.5, "keep_unloadable": True,
+    "diagnose": "none", "diagnose_seconds": 2.5, "mps": "off", "keep_unloadable": True,
 }  # fmt: skip
 """Another value of each option than its default."""
 

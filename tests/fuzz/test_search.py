@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.dimensions.rows import rows_of
+from attn_testkit.cases.features.rows import rows_of
 from attn_testkit.cases.plans import context_len
 from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.tiers import generate

@@ -159,7 +159,7 @@ def test_where_every_plain_case_fails_nothing_is_needed() -> None:
     assert not search.plain_passes
 
 
-def test_dimensions_that_act_through_the_hash_of_the_id_alone_give_way_to_a_seed() -> None:
+def test_features_that_act_through_the_hash_of_the_id_alone_give_way_to_a_seed() -> None:
     def fails(case: Case) -> str:
         unlucky = case.seed == 2 or (case.dtype, case.head_dim, case.page_size) == ("fp16", 128, 16)
         return "matches-oracle" if case.layout == "shuffled" and unlucky else ""

@@ -1,4 +1,4 @@
-"""``attn-testkit minimize`` for real: failing cases of the tier core end with two dimensions or fewer.
+"""``attn-testkit minimize`` for real: failing cases of the tier core end with two features or fewer.
 
 Two tests are of the command in its own process, with a judge and workers in theirs; the others judge here.
 """
@@ -61,7 +61,7 @@ COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
         ),
     ],
 )
-def test_a_failing_case_of_core_ends_with_two_dimensions_or_fewer(
+def test_a_failing_case_of_core_ends_with_two_features_or_fewer(
     backend: str, case: str, check: str, needs: list[str], call: Call
 ) -> None:
     assert len(needs) <= 2
@@ -71,7 +71,7 @@ def test_a_failing_case_of_core_ends_with_two_dimensions_or_fewer(
     assert_minimised(out, backend, check, needs)
 
 
-def test_the_command_in_a_process_of_its_own_ends_with_two_dimensions_or_fewer() -> None:
+def test_the_command_in_a_process_of_its_own_ends_with_two_features_or_fewer() -> None:
     case = "decode-gqa3x2-d32-bf16-p4-k600.70.12-contiguous-peaked-kvfp8e4m3-w4-sink-b3prod"
     assert case in {each.id for each in core_of(LAST_PAGE, case)}
     done = subprocess.run(

@@ -13,7 +13,7 @@ from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import co_resident_of
-from attn_testkit.cases.server_variants import narrower
+from attn_testkit.cases.features.server.table import on_its_instance
 from attn_testkit.contract import (
     DraftDecodeInput,
     ForwardBatch,
@@ -41,7 +41,7 @@ def device() -> Iterator[None]:
 
 def schedules(case_id: str) -> list[Schedule]:
     case = parse_case(case_id)
-    return [make_schedule(each) for each in (case, *narrower(case))]
+    return [make_schedule(each) for each in (case, *on_its_instance(case))]
 
 
 class Widths(TorchNativeBackend):
@@ -70,8 +70,8 @@ def plans(case_id: str) -> tuple[tuple[int, ...], list[tuple[bool, int, int, int
 
 @pytest.mark.parametrize(("width", "others"), [(8, [4, 2]), (5, [2]), (4, [2]), (3, [2])])
 def test_narrower_cases_have_half_the_width_and_the_least(width: int, others: list[int]) -> None:
-    assert [each.width for each in narrower(parse_case(VERIFY.format(width)))] == others
-    assert not narrower(parse_case(VERIFY.format(width).removesuffix("-narrower_widths")))
+    assert [each.width for each in on_its_instance(parse_case(VERIFY.format(width)))] == others
+    assert not on_its_instance(parse_case(VERIFY.format(width).removesuffix("-narrower_widths")))
 
 
 def test_graphs_of_every_width_are_captured_first_and_replayed_in_turn() -> None:

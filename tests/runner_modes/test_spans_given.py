@@ -77,7 +77,7 @@ def test_a_graph_is_captured_without_spans_and_each_replay_has_its_own_in_the_sa
     schedule = make_schedule(parse_case(CASE))
     harness = ServerHarness(Spy, [schedule], torch.device("cuda"))
     run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False))
-    spy, most = harness.backend, schedule.max_spans
+    spy, most = harness.backend, harness.context.max_spans
     assert isinstance(spy, Spy)
     captured = [each for each in spy.given if each[0] == "capture"]
     replayed = [each for each in spy.given if each[0] == "replay"]

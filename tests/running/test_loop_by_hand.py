@@ -30,6 +30,7 @@ from attn_testkit.running.planning.candidate import Candidate, candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
 from attn_testkit.running.processes import judge_process, worker_process
 from attn_testkit.running.processes.child import MOST_BYTES, _last_lines, _tail, ending
+from attn_testkit.running.processes.gpus import ANY_GPU, Gpu
 from attn_testkit.running.processes.judge_process import judge_for
 from attn_testkit.running.processes.worker_process import WorkerLost
 
@@ -54,7 +55,7 @@ class FakeWorker:
     alive = 0
     most = 0
 
-    def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
+    def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: Gpu = ANY_GPU) -> None:
         self.candidate, self.device, self.timeout_s, self.gpu = candidate, device, timeout_s, gpu
         self.ended = False
         self.printed = ""
@@ -88,7 +89,7 @@ class ThreadedLane:
 
     made: ClassVar[list[ThreadedLane]] = []
 
-    def __init__(self, options: Options, gpu: str = "") -> None:
+    def __init__(self, options: Options, gpu: Gpu = ANY_GPU) -> None:
         self.lane, self.gpu, self.closed = Lane(options, gpu), gpu, False
         self.found: queue.SimpleQueue[tuple[CaseResult, bool | None] | BaseException] = queue.SimpleQueue()
         self.work: list[Work] = []
@@ -177,7 +178,7 @@ def test_one_worker_a_backend_and_never_two_at_a_time(judging: list[Judging]) ->
     found = results(*SIX, timeout_s=7.0)
     assert [(r.backend, r.case, r.execution) for r in found] == [(i.backend, i.case, i.execution) for i in SIX]
     assert [w.candidate for w in FakeWorker.made] == [A, B]
-    assert {(w.device, w.timeout_s, w.gpu) for w in FakeWorker.made} == {("cpu", 7.0, "")}
+    assert {(w.device, w.timeout_s, w.gpu) for w in FakeWorker.made} == {("cpu", 7.0, ANY_GPU)}
     assert (FakeWorker.most, FakeWorker.alive) == (1, 0)
 
 
@@ -225,7 +226,7 @@ def test_all_workers_of_a_run_start_while_its_plan_is_made_and_no_more(judging: 
     runner = Runner(Options(jobs=3, gpus=("0", "1"), timeout_s=7.0))
     made = runner.plan(asked("torch_native", modes=("decode",)))
     assert [(w.candidate.spec, w.gpu, w.timeout_s) for w in FakeWorker.made] == [
-        ("torch_native", gpu, 7.0) for gpu in ("0", "1", "0")
+        ("torch_native", Gpu(gpu), 7.0) for gpu in ("0", "1", "0")
     ]
     list(runner.run(made, made.items))
     assert len(FakeWorker.made) == 3, "the run uses those"
@@ -296,10 +297,10 @@ def test_jobs_share_the_groups_the_gpus_and_lose_nothing(judging: list[Judging])
     assert sorted((r.backend, r.case, r.execution) for r in found) == sorted(
         (i.backend, i.case, i.execution) for i in SIX
     )
-    assert {w.gpu for w in FakeWorker.made} == {"g0", "g1"}
+    assert {w.gpu for w in FakeWorker.made} == {Gpu("g0"), Gpu("g1")}
     assert FakeWorker.alive == 0
     runner = Runner(Options(jobs=4, gpus=("g0", "g1")))
-    assert [runner._lane(i).gpu for i in range(4)] == ["g0", "g1", "g0", "g1"]  # type: ignore[union-attr]
+    assert [runner._lane(i).gpu for i in range(4)] == [*map(Gpu, ("g0", "g1", "g0", "g1"))]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -376,7 +377,7 @@ def test_what_another_judge_has_spent_is_no_longer_in_the_budget(judging: list[J
 
 def test_one_job_uses_the_first_gpu(judging: list[Judging]) -> None:
     results(*SIX, gpus=("g0", "g1"))
-    assert {w.gpu for w in FakeWorker.made} == {"g0"}
+    assert {w.gpu for w in FakeWorker.made} == {Gpu("g0")}
 
 
 def test_there_are_no_more_lanes_than_groups_and_one_job_has_its_lane_here(judging: list[Judging]) -> None:

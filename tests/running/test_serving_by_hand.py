@@ -15,6 +15,7 @@ from attn_testkit.registry import UsageError
 from attn_testkit.running.case_runs import worker_main
 from attn_testkit.running.case_runs.worker_main import serve
 from attn_testkit.running.hygiene.other_sources import OtherSources
+from attn_testkit.running.processes.gpus import Gpu
 
 
 class Named(str):
@@ -77,7 +78,7 @@ def pipe(notes: list[Any], *requests: Any) -> Any:
 
 def test_it_describes_itself_answers_and_ends_with_the_pipe_and_never_hangs_unheard(notes: list[Any]) -> None:
     with pytest.raises(Ended):
-        serve(pipe(notes, "x", "y"), Named("m:A"), "cuda", "3", 300.0, 60.0)  # type: ignore[arg-type]
+        serve(pipe(notes, "x", "y"), Named("m:A"), "cuda", Gpu("3").variables, 300.0, 60.0)  # type: ignore[arg-type]
     importing, patience = ("will say where in", 59.5, False), ("will say where in", 299.5, False)
     assert notes == [
         ("threads", 1),
@@ -94,20 +95,20 @@ def test_it_says_where_it_hangs_shortly_before_the_judge_gives_up(
     notes: list[Any], timeout_s: float, patience: float
 ) -> None:
     with pytest.raises(Ended):
-        serve(pipe(notes), Named("m:A"), "cpu", "", 300.0, timeout_s)  # type: ignore[arg-type]
+        serve(pipe(notes), Named("m:A"), "cpu", {}, 300.0, timeout_s)  # type: ignore[arg-type]
     assert ("will say where in", pytest.approx(patience), False) in notes
     assert ("imports", "m:A", "cpu", "all") in notes, "without a GPU of its own it sees what everybody sees"
 
 
 def test_a_backend_that_cannot_be_imported_is_the_answer_and_the_end(notes: list[Any]) -> None:
-    serve(pipe(notes, "x"), Named("missing"), "cpu", "", 300.0, 60.0)  # type: ignore[arg-type]
+    serve(pipe(notes, "x"), Named("missing"), "cpu", {}, 300.0, 60.0)  # type: ignore[arg-type]
     assert notes[-1] == ("says", "no such backend")
     assert ("drives", "x") not in notes
 
 
 def test_what_the_harness_raises_is_an_answer_and_the_next_request_is_served(notes: list[Any]) -> None:
     with pytest.raises(Ended):
-        serve(pipe(notes, "raises", "x"), Named("m:A"), "cpu", "", 300.0, 60.0)  # type: ignore[arg-type]
+        serve(pipe(notes, "raises", "x"), Named("m:A"), "cpu", {}, 300.0, 60.0)  # type: ignore[arg-type]
     (_, first), (_, second) = [note[1] for note in notes if note[0] == "says"][1:]
     assert first.startswith("ZeroDivisionError: a bug of the kit\nTraceback (most recent call last):")
     assert second == "answer to x"
@@ -118,6 +119,6 @@ def test_schedules_are_kept_until_another_case_is_driven(notes: list[Any], monke
     eager, graph = (RunCase("a", execution) for execution in (Execution.EAGER, Execution.GRAPH))
     other = RunCase("b", Execution.EAGER)
     with pytest.raises(Ended):
-        serve(pipe(notes, eager, graph, other), Named("m:A"), "cpu", "", 300.0, 60.0)  # type: ignore[arg-type]
+        serve(pipe(notes, eager, graph, other), Named("m:A"), "cpu", {}, 300.0, 60.0)  # type: ignore[arg-type]
     done = [note for note in notes if note == "forgets" or note[0] == "drives"]
     assert done == ["forgets", ("drives", eager), ("drives", graph), "forgets", ("drives", other)]

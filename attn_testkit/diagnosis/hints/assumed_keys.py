@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.server_variants import variant_of
+from ...cases.features.server.table import variant_of
 from ...steps.data import StepData, make_layers
 from .evidence import LONGEST, SAME_RESULTS, SMALLEST_TILE, Evidence, Supposed, places_of
 from .hint import Level, assumption, hint

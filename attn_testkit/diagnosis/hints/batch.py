@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...cases.dimensions.kv_splits import splits_of
+from ...cases.features.kv_splits import splits_of
 from ...contract import KVSplit
 from ...families.softmax.attention import windowed
 from ...steps.data import make_layers

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.server_variants import variant_of
+from ...cases.features.server.table import variant_of
 from ...steps.kv_groups import group_of_place, pages_in_pool
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence, Supposed

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ...cases.case import Case
-from ...cases.dimensions.kv_splits import splits_of
+from ...cases.features.kv_splits import splits_of
 from ...checks.describe import index_ranges
 from ...steps.data import make_layers, new_kv
 from ..attended_keys import AttendedKeys, ranges

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...cases.server_variants import variant_of
+from ...cases.features.server.table import variant_of
 from ...steps.data import make_layers
 from ...steps.schedule import Request
 from ..attended_keys import AttendedKeys, ranges

@@ -46,7 +46,7 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
 
 HYBRID = Family(
     name="hybrid",
-    dimensions=RECURRENT.dimensions | {"KV layout"},
+    features=RECURRENT.features | {"KV layout"},
     layers=layers,
     data=make_hybrid_data,
     memory=BOTH_POOLS,

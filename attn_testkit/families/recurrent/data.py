@@ -46,6 +46,8 @@ _DECAYS: Mapping[str, tuple[float, float]] = {
 }  # fmt: skip
 _NO_DECAY, _ALL_DECAY = -100.0, 200.0
 """Arguments of softplus that give a decay of exactly 1 and of 0, in float32 too."""
+_STRONG_STEP = 16.0
+"""Divisor of Mamba2's inputs where its step is 200."""
 _EXACT_DT = 32.0
 """Step of Mamba2 in exact data: softplus returns it unchanged."""
 
@@ -458,9 +460,15 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
         mixed[:, : 2 * layer.k_heads * layer.k_dim] *= layer.k_dim**-0.5
     b = normals((new, wide_b), rng) * 2.0
     state = normals((layer.v_heads, layer.v_dim, layer.k_dim), rng) * layer.k_dim**-0.5
+    a, window = _gates(layer, data, new, wide_a, rng), normals((channels, 16), rng).clone()
+    if layer.kind == "mamba" and data == "strong_decay":
+        # The step that leaves nothing is a large factor of the input: fp16 holds only outputs of smaller inputs.
+        values = layer.v_heads * layer.v_dim
+        mixed[:, :values] /= _STRONG_STEP
+        window[:values] /= _STRONG_STEP
     return {
-        "mixed": mixed, "a": _gates(layer, data, new, wide_a, rng), "b": b, "state": state,
-        "window": normals((channels, 16), rng), "keys": torch.zeros(new, layer.k_heads, dtype=torch.int64),
+        "mixed": mixed, "a": a, "b": b, "state": state, "window": window,
+        "keys": torch.zeros(new, layer.k_heads, dtype=torch.int64),
         "asked": torch.zeros(new, layer.k_heads, 2, dtype=torch.int64),
     }  # fmt: skip
 

@@ -116,7 +116,7 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
 
 RECURRENT = Family(
     name="recurrent",
-    dimensions=frozenset(
+    features=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "data", "state",
          "layers", "padded requests", "padding", "multi_mode", "variants", "seed", "loop"}
     ),

@@ -148,6 +148,8 @@ def _loop(
                 torch.stack([both[part][:, request] for request, both in enumerate(parents)], 1) for part in (0, 1)
             )
         who = (news > token).nonzero()[:, 0]
+        # Neither is written in place then, so that large states are not copied for each token.
+        everybody = chunks is None and len(who) == len(news)
         at = (starts[who] + token).long()
         now = _Inputs(**{
             name: value if value.shape[1] == 1 and name == "skip" else value[:, at]
@@ -155,17 +157,19 @@ def _loop(
         })  # fmt: skip
         if chunks is not None:
             state = chunks.begun(token, state)
-        one = _step(
-            state[:, who], walk[:, who], now, delta, products, data, None if chunks is None else chunks.unread(who)
-        )
+        mine = (state, walk) if everybody else (state[:, who], walk[:, who])
+        one = _step(*mine, now, delta, products, data, None if chunks is None else chunks.unread(who))
         if chunks is not None:
             chunks.note(who, state[:, who] * now.decay[..., None, :], one[0], now.decay)
-        state[:, who], walk[:, who], out[:, at], limit[:, at] = one
+        if everybody:
+            state, walk, out[:, at], limit[:, at] = one
+        else:
+            state[:, who], walk[:, who], out[:, at], limit[:, at] = one
         if data.stored_each:
             stored = UNIT_ROUNDOFF[data.shape.dtype] * _norm(state)
             walk = (walk**2 + stored**2).sqrt()
         if data.trees:
-            behind.append((state.clone(), walk.clone()))
+            behind.append((state, walk))
         done = (rows == token + 1).nonzero()[:, 0]
         ended = state if chunks is None else chunks.ended(state)
         last[:, done], last_walk[:, done] = ended[:, owner[done]], walk[:, owner[done]]
@@ -192,7 +196,7 @@ def _step(
     readable = state if unread is None else state - unread * now.decay[..., None, :]
     read = (readable @ now.k[..., None]).squeeze(-1) if delta else 0.0
     stored = now.beta * (now.v - read)
-    state = state + stored[..., None] * now.k[..., None, :]
+    state.add_(stored[..., None] * now.k[..., None, :])
     k_norm, q_norm = _norm(now.k)[..., None], _norm(now.q)[..., None]
     size, after = stored.abs(), _norm(state)
     held = now.beta * before * k_norm**2 if delta else torch.zeros_like(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...cases.dimensions.table import DIMENSIONS
+from ...cases.features.table import FEATURES
 from ...steps.data import make_layers, make_step_data
 from ...steps.greedy_loop import data_of_tokens, make_vocabulary
 from ..family import Family, Question, Texts
@@ -11,7 +11,7 @@ from .memory import KV_POOL
 
 SOFTMAX = Family(
     name="softmax",
-    dimensions=frozenset(dimension.name for dimension in DIMENSIONS),
+    features=frozenset(feature.name for feature in FEATURES),
     layers=make_layers,
     data=make_step_data,
     memory=KV_POOL,

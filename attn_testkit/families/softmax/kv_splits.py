@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ...cases.case import Case
-from ...cases.dimensions.kv_splits import splits_of
+from ...cases.features.kv_splits import splits_of
 from ...contract import AttentionLayer, KVSplit
 from ...steps.data import StepData, make_layers
 from .attention import Attention, attend

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ...cases.server_variants import variant_of
+from ...cases.features.server.table import variant_of
 from ...contract import BackendContext
 from ...steps.data import StepData, new_kv, pool_image, stored_kv
 from ...steps.schedule import Schedule, Step

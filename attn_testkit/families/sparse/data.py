@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from cachetools import LRUCache, cached
 
+from ...cases.features.server.table import variant_of
 from ...cases.selection import Selection
-from ...cases.server_variants import variant_of
 from ...steps.data import KEPT_BYTES, StepData, make_step_data, numbers_of
 from ...steps.index_data import make_index_data
 from ...steps.kv_groups import slot_map

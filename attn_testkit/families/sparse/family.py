@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.dimensions.greedy_loop import GREEDY_LOOP
-from ...cases.dimensions.table import DIMENSIONS
-from ...cases.dimensions.window import WINDOW
+from ...cases.features.greedy_loop import GREEDY_LOOP
+from ...cases.features.table import FEATURES
+from ...cases.features.window import WINDOW
 from ...steps.data import StepData, make_layers
 from ...steps.index_data import IndexData
 from ...steps.schedule import Schedule
@@ -123,7 +123,7 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
 
 SPARSE = Family(
     name="sparse",
-    dimensions=frozenset(each.name for each in DIMENSIONS) - {each.name for each in _NOT_HERE},
+    features=frozenset(each.name for each in FEATURES) - {each.name for each in _NOT_HERE},
     layers=make_layers,
     data=make_sparse_data,
     memory=SPARSE_POOL,

@@ -13,7 +13,7 @@ import torch
 
 from ...cases.case import Case, parse_case
 from ...cases.co_residents import co_resident_of, declared_co_residents
-from ...cases.server_variants import narrower, variant_of
+from ...cases.features.server.table import on_its_instance, variant_of
 from ...checks import Stage
 from ...checks.capabilities import refuses_undeclared
 from ...checks.failures import LOST_HINT, context_lost, first_line, from_exception, is_ctrl_c
@@ -83,7 +83,7 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
         supported = declared.eager | captured
         runnable = {mode for mode in supported if not missing_here(declared, environment, mode)}
         cases += declared_co_residents(declared, case, runnable)
-    cases += narrower(case)
+    cases += on_its_instance(case)
     own = [schedule_for(each, declared) for each in cases]
     if execution is Execution.EAGER:
         here = {mode for mode in declared.eager | declared.graph if not missing_here(declared, environment, mode)}

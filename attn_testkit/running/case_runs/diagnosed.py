@@ -70,6 +70,11 @@ class Diagnosed:
         if execution is Execution.EAGER and found.check in NUMERIC:
             self._eager[backend, case.id] = first
 
+    def forget(self, backend: str, case: str) -> None:
+        """Drop what is known of a case that is run again, since ``settle``."""
+        self._pending = None
+        self._eager.pop((backend, case), None)
+
     def settle(self, *, shown: bool) -> None:
         """Keep the failure that was noted last, if any. ``shown``: it does not depend on earlier case-runs."""
         if self._pending and shown:

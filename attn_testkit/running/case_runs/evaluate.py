@@ -13,7 +13,7 @@ import torch
 
 from ...cases.case import Case
 from ...cases.declared import not_declared
-from ...cases.server_variants import dialect_of, variant_of
+from ...cases.features.server.table import dialect_of, variant_of
 from ...checks import NUMERIC, Comparison, Stage, evaluated
 from ...checks.graphs import at_capture
 from ...checks.loop_mistakes import mistake_in

@@ -7,6 +7,7 @@ It plans nothing. A run with one worker has its lane in the process of the ``Run
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ from ...contract import Execution
 from ...registry import UsageError
 from ...reports.verdict import other_code
 from ...results.case_result import CaseResult, Status
+from ...results.names import IN_MPS
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, bare_result, kit_error
+from ..processes.gpus import ANY_GPU, Gpu
 from ..processes.host_memory import Trimmer
 from ..processes.worker_process import ImportKilled, WorkerLost, WorkerStartError
 from .between_cases import Afresh, explained_by_what_was_kept
@@ -53,7 +56,7 @@ class Lost:
 class Lane:
     """Evaluates one case-run after the other. Used by one thread; another may close it."""
 
-    def __init__(self, options: Options, gpu: str = "", alive: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, options: Options, gpu: Gpu = ANY_GPU, alive: Callable[[], None] = lambda: None) -> None:
         """``alive``: called between two things that take long, to show that it does not hang."""
         self._options, self._alive = options, alive
         self._slot = WorkerSlot(options, gpu, alive)
@@ -86,9 +89,40 @@ class Lane:
 
         Returns whatever the backend or the kit does: ``Lost`` if there was no worker to run it.
         """
-        item = work.item
         if self._lost:
-            return bare_result(item, Status.NOT_RUN_HERE, self._lost), None
+            return bare_result(work.item, Status.NOT_RUN_HERE, self._lost), None
+        self._slot.fault = ""
+        try:
+            result, fails = self._attempt(plan, work)
+            if how := self._fault_in_mps(result):
+                return self._without_mps(plan, work, how)
+            return result, fails
+        finally:
+            self._trimmer.after_case()
+
+    def _without_mps(self, plan: Plan, work: Work, how: str) -> tuple[CaseResult | Lost, bool | None]:
+        """Run a case again, and all that follow, with a context that no other process can end."""
+        item = work.item
+        self._slot.leave_mps()
+        self.note(f"repeating {item.execution}:{item.case} without MPS")
+        if self._diagnosed is not None:
+            self._diagnosed.forget(item.backend, item.case)
+        result, fails = self._attempt(plan, work)
+        return (result if isinstance(result, Lost) else replace(result, repeated=f"{IN_MPS}{how}")), fails
+
+    def _fault_in_mps(self, result: CaseResult | Lost) -> str:
+        """Return the end of a worker that shared its GPU by MPS, in words, or the error that the driver gave it: the
+        case-run of another lane may be the cause. Empty if there is none.
+        """
+        if not self._slot.in_mps or isinstance(result, Lost):
+            return ""
+        if result.status in (Status.CRASHED, Status.TIMED_OUT):
+            return result.reason.partition("\n")[0]
+        said = (each.headline for each in result.findings if OF_DRIVER.search(each.headline))
+        return self._slot.fault or next(said, "")
+
+    def _attempt(self, plan: Plan, work: Work) -> tuple[CaseResult | Lost, bool | None]:
+        item = work.item
         try:
             return self._run(plan, work)
         except UsageError as error:
@@ -99,8 +133,6 @@ class Lane:
         except Exception as error:
             trace = "".join(traceback.format_exception(error)).rstrip()
             return kit_error(item, f"{type(error).__name__}: {error}\n{trace}"), None
-        finally:
-            self._trimmer.after_case()
 
     def begin(self, plan: Plan, work: Work) -> None:
         """Take a case-run, which ``result`` runs: what a lane in another process does meanwhile."""
@@ -142,6 +174,8 @@ class Lane:
                 result = replace(result, reason=result.reason + slot.last_words())
                 if self._options.in_process:
                     self._lost = f"not run: the device's context was lost in {item.case}"
+        if self._fault_in_mps(result):
+            return result, None
         started = time.perf_counter()
         found, fails = self._asked_afresh(result, plan, work.afresh, asked, candidate)
         if self._diagnosed is not None:
@@ -213,6 +247,11 @@ class Lane:
             except Exception:
                 return None
 
+
+OF_DRIVER = re.compile(
+    r"CUDA (driver )?error|sees no CUDA device|CUDA_ERROR|\[CUDA\]|\bMPS\b|\bCU(BLAS|DNN)_STATUS_", re.IGNORECASE
+)
+"""Errors that a process may get for what another one did, if both are clients of one server of MPS."""
 
 _CANNOT_TELL = (
     "--in-process: the kit cannot find out whether an earlier case-run causes this failure; run without it, or run "

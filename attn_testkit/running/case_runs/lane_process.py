@@ -28,6 +28,7 @@ from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, kit_error
 from ..processes.child import START_SECONDS, Child, ChildLost
 from ..processes.forking import fork_off
+from ..processes.gpus import ANY_GPU, Gpu
 from ..processes.worker_process import WorkerStartError, import_seconds
 from .lane import Lane, Lost, Work
 
@@ -56,7 +57,7 @@ class LaneProcess:
     Its process starts with the first question.
     """
 
-    def __init__(self, options: Options, gpu: str = "") -> None:
+    def __init__(self, options: Options, gpu: Gpu = ANY_GPU) -> None:
         self._options, self._gpu = options, gpu
         # One run by a new worker.
         self._patience = _EVALUATING + START_SECONDS + import_seconds(options.timeout_s) + options.timeout_s
@@ -212,7 +213,7 @@ def ready(lanes: Sequence[LaneProcess]) -> list[LaneProcess]:
     return [lane for connection, lane in said.items() if connection in found] or overdue
 
 
-def serve(connection: Connection, options: Options, gpu: str) -> None:
+def serve(connection: Connection, options: Options, gpu: Gpu) -> None:
     """Evaluate what comes until the pipe is closed."""
     # Workers are forked from this process, made while it holds nothing. A lane may start processes, a worker may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -24,10 +25,11 @@ from ..planning.candidate import Candidate
 from ..planning.plan import plan_run
 from ..planning.request import Item, Options, Plan, Request, not_started, once_more
 from ..processes.exits import refuse_success_by_exit
+from ..processes.mps import Sharing, begin_sharing, without_daemon
 from ..processes.worker_process import WorkerStartError
 from .between_cases import Afresh
 from .drawing import draw_in_lanes
-from .lane import Lane, Lost, Work
+from .lane import OF_DRIVER, Lane, Lost, Work
 from .lane_process import LaneProcess, ready
 from .worker_slot import named_request
 
@@ -53,6 +55,7 @@ class Runner:
         self._described: dict[Candidate, Described] = {}
         self._lanes: dict[int, Lane | LaneProcess] = {}
         self._afresh = Afresh()
+        self._sharing: Sharing | None = None
         self._begun = time.monotonic() - self.options.spent_s
         self.note: Callable[[str], None] = lambda text: None
         """Called with what goes on between two results, such as a diagnosis."""
@@ -62,6 +65,7 @@ class Runner:
 
     def plan(self, request: Request) -> Plan:
         """Decide what to run. Imports every backend, in a process each. Raises ``UsageError``."""
+        self._share(request.device)
         self._start_first(request)
         resolve(request.device).prepare_process()
         for name in self.options.after:
@@ -69,13 +73,21 @@ class Runner:
                 parse_case(named_request(name).case)
             except ValueError as error:
                 raise UsageError(f"--after: {error}") from None
-        return plan_run(
+        plan = plan_run(
             request,
             lambda candidate: self._capabilities_for(candidate, request),
             lambda candidate: dict(self._described[candidate].broken_packages),
             lambda candidate: self._described[candidate].notes,
             lambda candidate: self._described[candidate].source,
         )
+        words = self._sharing.words if self._sharing and plan.header.device == "cuda" else ""
+        return replace(plan, header=replace(plan.header, sharing=words))
+
+    def _share(self, device: str) -> None:
+        """Decide, once, how lanes share a GPU: before any worker asks for it. Raises ``UsageError``."""
+        if self._sharing is None and not self.options.in_process:
+            options = self.options
+            self._sharing = begin_sharing(options.mps, options.jobs, options.gpus, device, os.environ)
 
     def _capabilities_for(self, candidate: Candidate, request: Request) -> Capabilities:
         """Return what it declares. The other workers of the run import it while the plan is made."""
@@ -111,12 +123,18 @@ class Runner:
         ``LaneProcess.describe``.
         """
         if candidate not in self._described:
-            lane = self._lane(0)
             try:
-                self._described[candidate] = lane.describe(candidate, device, meanwhile)
+                self._described[candidate] = self._lane(0).describe(candidate, device, meanwhile)
             except WorkerStartError:
                 # A process of the kit was killed; it has another one now.
-                self._described[candidate] = lane.describe(candidate, device, meanwhile)
+                self._described[candidate] = self._lane(0).describe(candidate, device, meanwhile)
+            except UsageError as error:
+                if not self._sharing or not self._sharing.daemon or not OF_DRIVER.search(str(error)):
+                    raise
+                self._end_lanes()
+                self._lanes.clear()
+                self._sharing = without_daemon(self._sharing, str(error), self.options.mps)
+                return self.declared(candidate, device, meanwhile)
         return self._described[candidate].declared
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
@@ -145,6 +163,7 @@ class Runner:
         for index in [index for index in self._lanes if index >= count]:
             # It may keep a worker of another backend, and that memory of the device.
             self._lanes.pop(index).close()
+        self._share(plan.device if plan.header.device == "cuda" else "cpu")
         plan = plan.to_run()
         coming = {index: _with_next(waiting, count) for index in range(count)}
         busy: dict[Lane | LaneProcess, int] = {}
@@ -192,6 +211,11 @@ class Runner:
     def close(self) -> None:
         """End every lane, with its worker."""
         self._closed = True
+        self._end_lanes()
+        if self._sharing is not None:
+            self._sharing.close()
+
+    def _end_lanes(self) -> None:
         lanes = list(self._lanes.values())
         for lane in lanes:
             lane.end()
@@ -201,7 +225,7 @@ class Runner:
     def _lane(self, index: int) -> Lane | LaneProcess:
         if index not in self._lanes:
             gpus = self.options.gpus
-            gpu = gpus[index % len(gpus)] if gpus else ""
+            gpu = (self._sharing or Sharing()).gpu(gpus[index % len(gpus)] if gpus else "")
             self._lanes[index] = (LaneProcess if self._apart else Lane)(self.options, gpu)
             self._lanes[index].note = lambda text: self.note(text)
         lane = self._lanes[index]

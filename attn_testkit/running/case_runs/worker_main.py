@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -183,11 +184,18 @@ def _with_changes(record: RunRecord, changed: tuple[str, ...]) -> RunRecord:
 
 
 def serve(
-    connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, import_s: float
+    connection: Connection,
+    candidate: Candidate,
+    device: str,
+    variables: Mapping[str, str],
+    timeout_s: float,
+    import_s: float,
 ) -> None:
-    """Answer questions until the judge closes the pipe. Failures in here are the backend's."""
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    """Answer questions until the judge closes the pipe. Failures in here are the backend's.
+
+    ``variables``: of the environment, as ``Gpu.variables``.
+    """
+    os.environ.update(variables)
     torch.set_num_threads(1)
     seal_oracle()
     faulthandler.dump_traceback_later(_patience(import_s), exit=False)

@@ -10,6 +10,7 @@ from ...contract import Execution
 from ...runner_modes.messages import Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Options
+from ..processes.gpus import Gpu
 from ..processes.worker_process import Worker, WorkerLost
 from .worker_main import LocalWorker
 
@@ -20,7 +21,7 @@ class WorkerSlot:
     Used by one thread; another may close it.
     """
 
-    def __init__(self, options: Options, gpu: str, alive: Callable[[], None]) -> None:
+    def __init__(self, options: Options, gpu: Gpu, alive: Callable[[], None]) -> None:
         """Call ``alive`` before everything that may take long beyond the case-run that was asked for."""
         self._options, self._gpu, self._alive = options, gpu, alive
         self._first = [named_request(name) for name in options.after]
@@ -35,6 +36,18 @@ class WorkerSlot:
         """Output that the backend printed in the last case-run."""
         self.before: tuple[RunCase, ...] | None = None
         """History of the worker before the first case that it was asked for since this was None."""
+        self.fault = ""
+        """The end of a worker that shared its GPU by MPS, in words, since this was empty."""
+
+    @property
+    def in_mps(self) -> bool:
+        """True while its workers share a GPU by MPS."""
+        return self._gpu.in_mps
+
+    def leave_mps(self) -> None:
+        """Have all further workers use the GPU with a context of their own."""
+        self._gpu = self._gpu.without_mps()
+        self._leave()
 
     def of(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
         """A worker of this backend that lives. It imports the backend, and nobody waits for that here."""
@@ -42,7 +55,7 @@ class WorkerSlot:
         if worker is None or worker.ended or worker.candidate != candidate:
             self._leave()
             self._device = device
-            worker = self._worker = self._made(candidate, device)
+            worker = self._worker = self._made(candidate, device, self._gpu)
         return worker
 
     def take(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
@@ -74,13 +87,18 @@ class WorkerSlot:
             answer = worker.drive(request)
         except WorkerLost as error:
             if not error.of_another:
+                self._note_fault(error.reason)
                 raise
             # The case-run that was begun ahead ended the worker. It is begun again, and reported, in its turn.
             self.next = None
-            worker = self._again()
+            candidate = worker.candidate
+            if self.in_mps:
+                self.leave_mps()
+            worker = self.take(candidate, self._device)
             self.before = None
             self._note(request)
             answer = worker.drive(request)
+        self._note_fault(answer.lost)
         if isinstance(request, RunCase):
             self.printed = worker.printed
         if isinstance(request, RunCase) and self.next is not None:
@@ -91,8 +109,8 @@ class WorkerSlot:
 
     @contextmanager
     def fresh(self, candidate: Candidate, device: str) -> Iterator[Worker | LocalWorker]:
-        """Lend another worker of the backend, which has run nothing."""
-        worker = self._made(candidate, device)
+        """Lend another worker of the backend, which has run nothing, and shares no context with others."""
+        worker = self._made(candidate, device, self._gpu.without_mps() if self.in_mps else self._gpu)
         try:
             yield worker
         finally:
@@ -112,13 +130,19 @@ class WorkerSlot:
         assert self._worker is not None
         return self.take(self._worker.candidate, self._device)
 
-    def _made(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
+    def _note_fault(self, how: str) -> None:
+        if self.in_mps:
+            self.fault = self.fault or how
+
+    def _made(self, candidate: Candidate, device: str, gpu: Gpu) -> Worker | LocalWorker:
         self._alive()
         made: Worker | LocalWorker
         if self._options.in_process:
             made = LocalWorker(candidate, device)
         else:
-            made = Worker(candidate, device, self._options.timeout_s, gpu=self._gpu)
+            # A client that the server of MPS refuses sees no GPU: it must not emulate one.
+            named = "cuda" if gpu.in_mps and device == "auto" else device
+            made = Worker(candidate, named, self._options.timeout_s, gpu=gpu)
         self._open.append(made)
         if self._closed:  # while it was started
             made.close()

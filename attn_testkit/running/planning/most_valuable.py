@@ -11,19 +11,21 @@ from ...contract import Execution
 from .request import Item
 
 Entry = tuple[Item, Case]
-_FIRST_ROUND = 16
-"""Cases of one backend before the next has its turn; each later round has twice as many."""
+_FIRST_ROUND, _ALONE = 16, 128
+"""Cases of one backend before the next has its turn, and of one without another; each later round has twice as many.
+A round costs each worker a new process, which imports the backend again: a server takes 10 to 20 s for that."""
 
 
 def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, str]]) -> tuple[Item, ...]:
     """The items in the order in which they are to run.
 
     ``failed``: (backend, case id) of what failed the last time. Those come first; then, as smoke does, cases until
-    every value of every dimension is met; then each time the case with the most pairs of values that none before it
+    every value of every feature is met; then each time the case with the most pairs of values that none before it
     has. In rounds: in each, one backend after the other, under no_grad before inference_mode, as in any plan, and
     cases with little work before those with a hundred times as much; eager and graph of a case next to each other.
     """
     backends = list(dict.fromkeys(item.backend for item, _ in entries))
+    size = _FIRST_ROUND if len(backends) > 1 else _ALONE
     place: dict[tuple[str, str], tuple[int, int, int]] = {}
     for backend in backends:
         own = {case.id: case for item, case in entries if item.backend == backend}
@@ -33,7 +35,7 @@ def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, 
         rest = richest_first((case for case in own.values() if case.id not in taken), pairs_of, met=first)
         for number, case in enumerate([*first, *rest]):
             work = 0 if case.id in before else work_of(case)
-            place[backend, case.id] = (_round(number, len(first)), work, number)
+            place[backend, case.id] = (_round(number, len(first), size), work, number)
 
     def key(entry: Entry) -> tuple[int, int, bool, int, int, bool]:
         item, case = entry
@@ -71,11 +73,11 @@ def _first(own: dict[str, Case], failed: Collection[str]) -> list[Case]:
     return first
 
 
-def _round(number: int, first: int) -> int:
+def _round(number: int, first: int, size: int) -> int:
     """Round 0: what comes before the pairs."""
     if number < first:
         return 0
-    return ((number - first) // _FIRST_ROUND + 1).bit_length()
+    return ((number - first) // size + 1).bit_length()
 
 
 Features = frozenset[Hashable]

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...cases.case import Case, parse_case
 from ...cases.declared import not_declared
+from ...cases.features.table import FEATURES
 from ...cases.head_layouts import latent
 from ...catalogue.large_cases import too_large_for_a_cpu
 from ...catalogue.never_together import describe_never_together
@@ -197,24 +198,29 @@ def _of_mode(
         for case_id, lacking in refused.items()
     ]
     if execution is Execution.GRAPH:
-        # SGLang captures prefills without an encoder (``prefill_cuda_graph_runner``), and vLLM runs them eagerly.
-        found = [case for case in found if not (case.encoder_len and mode is ForwardMode.EXTEND)]
+        eager = {case.id: why for case in found if (why := _eager_only(declared, case))}
+        named = {case.id for case in exact}
+        rows += [
+            _row(spec, mode, execution, Status.UNSUPPORTED, why, case_id)
+            for case_id, why in eager.items() if case_id in named
+        ]  # fmt: skip
+        found = [case for case in found if case.id not in eager]
     if environment.emulated:
         named = {case.id for case in exact}
         large = [case.id for case in found if case.id not in named and too_large_for_a_cpu(case)]
         found = [case for case in found if case.id not in large]
         rows += [_row(spec, mode, execution, Status.NOT_RUN_HERE, _TOO_LARGE, case_id) for case_id in large]
-    if execution is Execution.GRAPH and not declared.spans.in_graphs:
-        rows += [
-            _row(spec, mode, execution, Status.UNSUPPORTED, "not declared: bidirectional spans in graphs", case.id)
-            for case in exact if case.mode is mode and case.spans
-        ]  # fmt: skip
-        found = [case for case in found if not case.spans]
     # Not on a real device: what is not declared may crash it, and with it the other case-runs.
     probe = environment.emulated and execution is Execution.EAGER and mode not in declared.graph
     return [
         (Item(spec, mode.value, execution.value, case.id, probe and case is found[0]), case) for case in found
     ], rows
+
+
+def _eager_only(declared: Capabilities, case: Case) -> str:
+    """The reason why no graph runs a case, or empty text."""
+    reasons = (feature.eager_only(declared, case) for feature in FEATURES if feature.eager_only)
+    return next(filter(None, reasons), "")
 
 
 _TOO_LARGE = "needs a GPU, or tens of gigabytes: named by its id it runs here, too"

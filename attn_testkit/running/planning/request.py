@@ -33,6 +33,9 @@ Diagnose = Literal["first", "all", "none"]
 """Failures whose cause is looked for: the first of each symptom, all, or none."""
 DIAGNOSE: tuple[Diagnose, ...] = ("first", "all", "none")
 
+MPS = ("auto", "on", "off")
+
+_OWN_JUDGES = "each process of pytest-xdist has a judge of its own, and none of them knows what the others share"
 _XDIST = "pytest-xdist starts processes: -n 4"
 _NOT_HERE = "pytest's process must stay free of the candidate; `attn-testkit repro --in-process` is for debuggers"
 
@@ -136,6 +139,15 @@ class Options:
     """The limit of each run of the diagnosis after a failure, too."""
     gpus: tuple[str, ...] = ()
     """``CUDA_VISIBLE_DEVICES`` values, assigned to the processes in rotation; empty: all use what is visible."""
+    mps: str = field(
+        default="auto",
+        metadata=offered(
+            one_of("use of MPS", MPS),
+            "Share a GPU by NVIDIA's MPS.",
+            lacking={"pytest": _OWN_JUDGES, "conformance_cases": _OWN_JUDGES},
+        ),
+    )
+    """``auto``: if several processes share a GPU and the daemon can be started. ``on``: or the run does not begin."""
     in_process: bool = field(
         default=False,
         metadata=offered(
@@ -173,6 +185,8 @@ class Options:
 
     def __post_init__(self) -> None:
         _check(self)
+        if self.in_process and self.mps == "on":
+            raise UsageError("--in-process starts no process that could share a GPU; leave out --mps on")
 
 
 class CaseArguments(TypedDict, total=False):
@@ -194,6 +208,7 @@ class CheckArguments(CaseArguments, total=False):
     """Arguments of ``check_backend`` and ``assert_conformant``."""
 
     jobs: int
+    mps: str
     in_process: bool
 
 

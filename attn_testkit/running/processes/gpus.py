@@ -4,6 +4,43 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+NO_DAEMON = "/nonexistent/attn-testkit"
+"""Value of ``CUDA_MPS_PIPE_DIRECTORY`` with which a process finds no daemon of MPS, even if one runs on the machine."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU of a lane, and how the workers of that lane reach it."""
+
+    visible: str = ""
+    """Value of ``CUDA_VISIBLE_DEVICES``; empty: that of this process."""
+    mps: str = ""
+    """Folder in which workers find the daemon of MPS, or ``NO_DAEMON``; empty: what this process has in its environment
+    holds."""
+    visible_in_mps: str = ""
+    """Value of ``CUDA_VISIBLE_DEVICES`` for clients of the daemon; empty: ``visible``."""
+
+    @property
+    def in_mps(self) -> bool:
+        """True if workers share the GPU by MPS, so that a fatal fault of one of them ends what the others run there."""
+        return self.mps not in ("", NO_DAEMON)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of a worker, to be set before it asks the driver for anything."""
+        visible = (self.in_mps and self.visible_in_mps) or self.visible
+        named = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_MPS_PIPE_DIRECTORY": self.mps}
+        return {name: value for name, value in named.items() if value}
+
+    def without_mps(self) -> Gpu:
+        """The same GPU for workers with a context of their own."""
+        return replace(self, mps=NO_DAEMON, visible_in_mps="")
+
+
+ANY_GPU = Gpu()
+"""All GPUs that are visible in the environment of this process."""
 
 
 def visible_gpus(environment: Mapping[str, str], devices: str = "/dev/nvidia[0-9]*") -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from . import forking
 from .child import Child, ChildLost
+from .gpus import ANY_GPU, Gpu
 
 _IMPORT_SECONDS = 60.0
 """Least time limit of a backend's import: packages are large, disks cold and machines busy."""
@@ -52,7 +53,7 @@ class Worker:
     Used by one thread.
     """
 
-    def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
+    def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: Gpu = ANY_GPU) -> None:
         self.candidate, self.gpu = candidate, gpu
         self.described: Described | None = None
         self.history: list[RunCase] = []
@@ -64,7 +65,7 @@ class Worker:
         self.printed = ""
         """Output that the process printed in its last run."""
         try:
-            self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s, import_seconds(timeout_s))
+            self._child = Child(forking.SERVE, candidate, device, gpu.variables, timeout_s, import_seconds(timeout_s))
         except (OSError, EOFError) as error:
             raise WorkerStartError(f"no process could be started: {error}") from error
 

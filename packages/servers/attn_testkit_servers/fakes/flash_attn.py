@@ -144,8 +144,9 @@ def fwd(
         if v_descale is not None:
             value_rows = value_rows * v_descale[keys.request][..., None]
     found, lse = paged.attend(
-        queries, key_rows, value_rows, seen, softmax_scale, soft_cap=softcap, round_to=v.dtype, sinks=s_aux
-    )
+        queries, key_rows, value_rows, seen, softmax_scale, soft_cap=softcap, round_to=v.dtype,
+        factor=_FP8_FACTOR if q.dtype == _FP8 else 1.0, sinks=s_aux,
+    )  # fmt: skip
     written = rows.valid & (rows.offset < max_seqlen_q)
     if scheduler_metadata is not None:
         written = written & (rows.offset < _scheduled(scheduler_metadata, plan, bs, heads // kv_heads)[rows.request])
@@ -154,6 +155,8 @@ def fwd(
     return out, lse.t() * 0.6931471805599453, nothing, nothing.clone()
 
 
+_FP8_FACTOR = 2.0**8
+"""Factor of FP8 probabilities before they are rounded: ``Max_offset`` in hopper/softmax.h."""
 _API = "hopper/flash_api.cpp:mha_fwd"
 """A file of vLLM's FlashAttention at 617264c1."""
 _API_METADATA = "hopper/flash_api.cpp:mha_fwd_get_scheduler_metadata"
@@ -165,6 +168,18 @@ _OUT_DTYPE = "output must have the same dtype as inputs. For FP8 input, output m
 def _of_68_heads(a: Arguments) -> Arguments:
     sinks = torch.zeros(68, dtype=torch.bfloat16, device=a["q"].device)
     return {"s_aux": sinks, **{x: a[x].repeat(1, 17, 1) for x in ("q", "out")}}
+
+
+def _of_80_and_64(a: Arguments) -> Arguments:
+    return {**of_width(80)(a), "v": a["v"], "out": a["out"]}
+
+
+def _widths_fit(a: Any) -> bool:
+    """True if this version has a kernel for keys and values of these widths."""
+    width, of_values = a.q.shape[-1], a.v.shape[-1]
+    return bool(
+        of_values == width or (width <= 64 and of_values <= 512) or (128 < width <= 192 and 96 < of_values <= 128)
+    )
 
 
 def _aligned(a: Any) -> bool:
@@ -206,8 +221,7 @@ FORWARD: tuple[Check, ...] = (
           "FlashAttention forward only supports head dimension at most 256", _API),
     Check("heads that do not divide", but(q=lambda x: x[:, :3], out=lambda x: x[:, :3]),
           lambda a: a.q.shape[1] % a.k.shape[2] == 0, _DIVIDE, _API),
-    Check("narrower values", but(v=lambda x: x[..., :32]), lambda a: a.v.shape[-1] == a.q.shape[-1],
-          "If V headdim is different from Q/K dim, ", _API),
+    Check("narrower values", _of_80_and_64, _widths_fit, "If V headdim is different from Q/K dim, ", _API),
     Check("keys of another width", but(k=lambda x: x[..., :32]), lambda a: a.k.shape[-1] == a.q.shape[-1],
           "k must have shape (num_pages, page_size, num_heads_k, head_size)", _API),
     Check("fewer pages of values", but(v=lambda x: x[:1]), lambda a: a.v.shape[:3] == a.k.shape[:3],

@@ -136,7 +136,7 @@ VARLEN: tuple[Check, ...] = (
           "Paged KV cache block size must be divisible by 16", _API),
     Check("three rows of two requests with one each", to(max_seqlen_q=1),
           lambda a: not _is_swapped(a) or len(a.q) == _bs(a),
-          "is invalid for input of size", _API),
+          'torch_call_dispatcher( "aten::reshape", "", stack.data(), TORCH_ABI_VERSION) API call failed at ', _API),
     Check("no request", but(cu_seqlens_q=lambda x: x[:1]), lambda a: _bs(a) > 0, "batch size must be positive", _API),
     Check("a head dim of 264", of_width(264), lambda a: a.q.shape[-1] <= 256,
           "FlashAttention forward only supports head dimension at most 256", _API),

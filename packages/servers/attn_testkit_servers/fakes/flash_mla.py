@@ -69,7 +69,8 @@ def _attend(
     logits = torch.einsum("bnhd,bskd->bnhs", q.float(), keys.rows) * scale
     sums = logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1)
     values = keys.rows[..., :RANK]
-    out = paged.attend(q, keys.rows, values, seen, scale, probabilities=q.dtype)
+    # Its FP8 kernel rounds probabilities as they are: ``scale_apply_exp2`` in csrc/kernels_fp8/softmax.h has no factor.
+    out = paged.attend(q, keys.rows, values, seen, scale, probabilities=q.dtype, factor=1.0)
     empty = ~seen.any(-1)[..., None]
     out = torch.where(computed, out.masked_fill(empty[..., None], 0.0), torch.nan)
     return out, sums.masked_fill(empty, torch.inf).transpose(1, 2)

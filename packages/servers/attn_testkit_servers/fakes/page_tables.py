@@ -96,12 +96,14 @@ def attend(
     scale: float | torch.Tensor,
     *,
     probabilities: torch.dtype,
+    factor: float = FP8_MAX,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``q`` [bs, n, Hq, D], ``keys`` [bs, S, Hk, D] and ``values`` [bs, S, Hk, Dv] float32, ``seen`` [bs, n, S].
 
-    Returns [bs, n, Hq, Dv] float32. ``probabilities``: what they are rounded to for the second product. ``sinks`` [Hq]
-    float32. A row that sees nothing is 0 / 0, as on a GPU.
+    Returns [bs, n, Hq, Dv] float32. ``probabilities``: what they are rounded to for the second product; if that is FP8,
+    ``factor`` multiplies them before (XQA's ``mha_sm90.cu``: 448). ``sinks`` [Hq] float32. A row that sees nothing is
+    0 / 0, as on a GPU.
     """
     bs, n, q_heads, dim = q.shape
     kv_heads = keys.shape[2]
@@ -119,15 +121,15 @@ def attend(
     total = p.sum(-1, keepdim=True)
     if extra is not None:
         total = total + torch.exp(extra - top)
-    p = _rounded(p, probabilities).view(bs, kv_heads, group * n, -1)
+    p = _rounded(p, probabilities, factor).view(bs, kv_heads, group * n, -1)
     out = (p @ values.transpose(1, 2)).view(bs, kv_heads, group, n, -1) / total
     return out.permute(0, 3, 1, 2, 4).reshape(bs, n, q_heads, -1)
 
 
-def _rounded(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Probabilities are at most 1 here; FP8 kernels multiply them before they round them (XQA's mha_sm90.cu by 448)."""
+def _rounded(p: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    """Probabilities are at most 1 here."""
     if dtype == FP8:
-        return (p * FP8_MAX).to(dtype).float() / FP8_MAX
+        return (p * factor).to(dtype).float() / factor
     return p if dtype == torch.float32 else p.to(dtype).float()
 
 

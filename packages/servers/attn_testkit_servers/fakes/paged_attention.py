@@ -115,6 +115,7 @@ def attend(
     *,
     soft_cap: float = 0.0,
     round_to: torch.dtype | None = None,
+    factor: float = 1.0,
     sinks: torch.Tensor | None = None,
     loaded: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -122,7 +123,8 @@ def attend(
     """``q`` [R, Hq, Dqk], ``keys`` [S, Hk, Dqk], ``values`` [S, Hk, Dv] float32, ``visible`` [R, S].
 
     Returns float32 outputs [R, Hq, Dv] and the log2 of each softmax's sum [R, Hq]; rows that see nothing get 0 and
-    -inf. ``round_to``: dtype of the probabilities in the second product. ``sinks`` [Hq] float32: one more logit a head.
+    -inf. ``round_to``: dtype of the probabilities in the second product, which ``factor`` multiplies before they are
+    rounded. ``sinks`` [Hq] float32: one more logit a head.
     ``loaded`` [R, S]: the keys that the kernel multiplies with, visible or not (default: ``visible``). A value of them
     that is NaN or infinite spoils its row, as 0 * NaN does in the kernel; one of another request never does.
     ``bias`` [Hq, R, S]: added to the logits behind the soft cap.
@@ -148,7 +150,7 @@ def attend(
     if extra is not None:
         total = total + torch.exp(extra - top)
     if round_to is not None:
-        p = p.to(round_to).float()
+        p = (p * factor).to(round_to).float() / factor
     # All requests share one product here, and a value of another request must not meet this row's zeros.
     usable = values.isfinite()
     out = p.flatten(1, 2) @ torch.where(usable, values, 0.0).permute(1, 0, 2)

@@ -77,7 +77,7 @@ _RESHAPE, _CONCAT, _QUERIES = (
 
 def _slots(source: str) -> Check:
     return Check("slots of int32", but(slot_mapping=torch.Tensor.int), lambda a: a.slot_mapping.dtype == torch.int64,
-                 "expected scalar type Long but found ", source)  # fmt: skip
+                 "expected scalar type torch::headeronly::ScalarType::Long but found ", source)  # fmt: skip
 
 
 def _inner_stride(name: str) -> Check:

@@ -12,8 +12,8 @@ from typing import Any
 
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.declared import not_declared
-from attn_testkit.cases.dimensions.kv_layout import usual_layout
 from attn_testkit.cases.draft import Draft
+from attn_testkit.cases.features.kv_layout import usual_layout
 from attn_testkit.cases.nearest_declared import nearest_declared
 from attn_testkit.cases.rows import Accepted, Decode, Drafted, Extend, Verify, room_for
 from attn_testkit.cases.state import STATE_DATA, StateShape

@@ -157,8 +157,8 @@ def test_a_variable_that_vllm_has_read_already_is_not_set_behind_its_back(monkey
 def known_failures_of(backend: str) -> list[KnownFailure]:
     known = load_known(ROOT / "ci" / "servers" / "known_failures_vllm.toml")
     assert {each.backend for each in known} == {
-        "vllm:bailing", "vllm:flex", "vllm:flex_merged", "vllm:gdn*", "vllm:linear", "vllm:triton_mla",
-        "vllm_wider:LseInFloat32",
+        "vllm:bailing", "vllm:flash_attn_fp8", "vllm:flashmla_fp8", "vllm:flex", "vllm:flex_merged", "vllm:gdn*",
+        "vllm:linear", "vllm:triton_mla", "vllm_wider:LseInFloat32",
     }  # fmt: skip
     return [each for each in known if each.backend == backend]
 
@@ -181,6 +181,17 @@ def test_the_known_failure_of_mla_is_a_log_sum_exp_that_fp16_cannot_hold() -> No
     assert (case.dtype, case.data, case.kv_splits) == ("fp16", "negative", "whole")
     assert known.execution == "", "eager and in graphs"
     assert known.checks == ("log-sum-exp", "matches-oracle")
+
+
+@pytest.mark.parametrize(("name", "products"), [("flashmla_fp8", "fp8_e4m3_unscaled"), ("flash_attn_fp8", "fp8_e4m3")])
+def test_known_failures_of_fp8_products_are_single_cases_of_large_logits_on_sm90(name: str, products: str) -> None:
+    declared = CAPABILITIES[name].capabilities
+    assert declared.matmul_dtype == products
+    for known in known_failures_of(f"vllm:{name}"):
+        case = parse_case(known.cases)
+        assert not not_declared(declared, case)
+        assert (case.data, case.kv_dtype) == ("rising_logits", "fp8_e4m3")
+        assert (known.when, known.checks) == ("sm90", ("matches-oracle",))
 
 
 @pytest.mark.parametrize("name", ["bailing", "linear"])

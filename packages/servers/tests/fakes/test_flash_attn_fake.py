@@ -78,6 +78,18 @@ def _replayed(captured_with: int, replayed_with: int, splits: int) -> torch.Tens
     return ~given["out"].isnan().flatten(1).any(1)
 
 
+def test_fp8_probabilities_are_multiplied_before_they_are_rounded_so_that_small_ones_stay() -> None:
+    given = _arguments([9, 33], 48, FP8)
+    q, k, v = (torch.zeros(given[x].shape) for x in "qkv")
+    first = given["page_table"][:, 0].long()
+    # One logit of 7; the others have the weight exp(-7), which e4m3 does not hold, and are the only ones with values.
+    q[..., 0], k[first, 0, :, 0], v[..., 1] = 1.0, 56.0, 1.0
+    v[first, 0, :, 1] = 0.0
+    found = fwd(**given | {name: x.to(FP8) for name, x in zip("qkv", (q, k, v), strict=True)})[0]
+    small = torch.tensor([8.0, 31.0, 32.0]) * torch.tensor(-7.0).exp()
+    assert torch.allclose(found[..., 1].float(), (small / (1 + small))[:, None].expand(3, HEADS), rtol=0.07)
+
+
 def test_a_replay_for_which_the_heuristic_chooses_other_splits_writes_no_row() -> None:
     assert split_plan(REQUESTS, 2, 64, HEADS, KV_HEADS, DIM, 2, True, -1, -1, 0).splits == 1
     assert split_plan(REQUESTS, 2, LONG, HEADS, KV_HEADS, DIM, 2, True, -1, -1, 0).splits > 1

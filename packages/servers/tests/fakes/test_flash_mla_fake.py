@@ -76,6 +76,21 @@ def test_scales_of_fp8_multiply_logits_and_values() -> None:
     assert (out.double() - plain.double() / 2).abs().max() < 0.01
 
 
+def test_fp8_rounds_probabilities_without_a_factor_so_that_small_ones_vanish() -> None:
+    given = flash_mla._fp8_arguments(CPU, flash_mla.EXTENSION)
+    given["kcache"].zero_()
+    given["q"].zero_()
+    q, keys = (given[name].float() for name in ("q", "kcache"))
+    # One large logit, and as many of e^-8 as make up a fiftieth of the sum: e4m3 has no number below 2^-10.
+    q[..., 0], keys[:, 0, :, 0], keys[:, 1:, :, 1] = 1.0, 8.0, 1.0
+    keys[given["block_table"][:, 0].long(), 0, :, 0] = 8.0
+    keys[given["block_table"][:, 1:].long().flatten(), 0, :, 0] = 0.0
+    ones = torch.ones(1)
+    changed = given | {"q": q.to(given["q"].dtype), "kcache": keys.to(given["kcache"].dtype)}
+    out, _ = flash_mla.fwd_kvcache_mla_fp8(**changed | {"softmax_scale": 1.0, "descale_q": ones, "descale_k": ones})
+    assert not out[..., 1].any(), "the values of the small weights are not there"
+
+
 def test_sparse_rows_attend_to_the_slots_that_they_name_and_to_no_other() -> None:
     given = flash_mla._sparse_arguments(CPU, None) | {"attn_sink": None}
     out, top, lse = flash_mla.sparse_prefill_fwd(**given)

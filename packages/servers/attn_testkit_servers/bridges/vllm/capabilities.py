@@ -276,7 +276,8 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         # Its outputs are bf16 (``fwd_kvcache_mla_fp8``).
         Line("dtypes", {"bf16"}, f"{_FLASH_MLA}:FlashMLABackend"),
         Line("kv_dtypes", {"fp8_e4m3"}, f"{_FLASH_MLA}:FlashMLABackend"),
-        Line("matmul_dtype", "fp8_e4m3", f"{_MLA}:MLAAttention.forward_impl"),
+        # The kernel rounds probabilities to e4m3 as they are, without a factor.
+        Line("matmul_dtype", "fp8_e4m3_unscaled", f"{_MLA}:MLAAttention.forward_impl"),
     ),
     "flashmla_sparse": BridgeCapabilities(
         "FLASHMLA_SPARSE",

@@ -1,1 +1,0 @@
-"""Dimensions of cases, one file and one object each: ``table.py`` lists them, and everything else is a loop over it."""

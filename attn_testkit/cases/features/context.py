@@ -1,0 +1,52 @@
+"""The context: the longest request of any step, which follows from all other features."""
+
+from __future__ import annotations
+
+from ...contract import Capabilities
+from ..fields import Fields
+from .feature import Asked, Covered, Feature, Without
+
+_REGIONS = 6
+"""Pages that a draft may take behind its prefix."""
+
+
+def _tried(declared: Capabilities, case: Fields) -> int:
+    """All that are declared, if the longest request and its new rows fill them. Else with the first of the new tokens:
+    how many more there are has no part in it.
+    """
+    most = max(case.prefixes) + 1
+    if most < declared.max_context_len - _REGIONS * case.page_size:
+        return most
+    return max(most, case.context_len)
+
+
+CONTEXT = Feature(
+    name="context",
+    order=350,
+    fields=Without("It follows from the lengths, the rows and the page size."),
+    words=Without("It follows from the lengths, the rows and the page size."),
+    describe=Without("The steps that `explain` prints begin with it."),
+    declared=(
+        Asked(
+            lambda case: "as many tokens of context",
+            lambda declared, case: case.context_len <= declared.max_context_len,
+        ),
+    ),
+    fit=Without("The catalogue leaves out what is longer than the declared context."),
+    values=Without("The keys have columns."),
+    covered=(
+        Covered(
+            "context",
+            "tokens of context",
+            lambda declared, mode: (declared.max_context_len,),
+            _tried,
+            Without("catalogue/full_contexts.py has a full context if it is short enough."),
+            bound=True,
+        ),
+    ),
+    simpler=Without("It follows from the lengths, the rows and the page size."),
+    undeclared=Without("A context that is longer than declared has no other tensors than a shorter one."),
+    random=Without("It follows from the lengths, the rows and the page size."),
+    varies="instance",
+    apply=Without("cases/plans.py computes it from all steps."),
+)

@@ -1,0 +1,246 @@
+"""The indexer: the backend stores index keys and selects the keys of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...contract import BackendContext, Capabilities, ForwardMode, Indexer
+from ...glossary import Entry
+from ..fields import Changes, Fields
+from ..indexing import INDEX_DATA, PATTERN, Indexing
+from .feature import (
+    Asked,
+    Bound,
+    Columns,
+    Covered,
+    Draws,
+    Feature,
+    OnLayers,
+    Row,
+    Trait,
+    Without,
+    Word,
+    of_fields,
+    option,
+)
+from .outside import with_layers
+from .selection import SELECTION
+
+_FEW_HEADS = 8
+"""Cases have few index heads if that is declared: they cost as much as heads of attention."""
+
+
+def _of(declared: Capabilities, mode: ForwardMode) -> Indexer | None:
+    """The indexer that is declared in a mode: a draft attends keys that its target selected."""
+    return declared.sparse.indexer if declared.sparse and mode is not ForwardMode.DRAFT_DECODE else None
+
+
+def _words(case: Fields) -> str:
+    each = case.indexer
+    if each is None:
+        return "selections that are given"
+    scale = "powers of two" if each.pow2 else "amax / 448"
+    more = ", in forward" * each.fused + ", used by two layers" * each.reuse + f", {each.data}" * bool(each.data)
+    return f"an indexer of {each.heads} heads with scales {scale}{more}"
+
+
+def _declared(declared: Capabilities, case: Fields) -> bool:
+    indexer, each = _of(declared, case.mode), case.indexer
+    if indexer is None:
+        return each is None
+    if each is None:
+        return not indexer.fused
+    return (
+        each.heads in indexer.heads
+        and each.pow2 == (indexer.scale == "power_of_two")
+        and each.fused == indexer.fused
+        and each.reuse <= indexer.reuses_selections
+        and (each.is_exact or not indexer.fused)
+    )
+
+
+def _fit(declared: Capabilities, case: Fields) -> Changes:
+    indexer, each = _of(declared, case.mode), case.indexer
+    if _declared(declared, case):
+        return {}
+    if indexer is None:
+        return {"indexer": None}
+    return {"indexer": _like(indexer, each or Indexing(0))}
+
+
+def _like(indexer: Indexer, each: Indexing) -> Indexing:
+    """The declared indexer that is most like ``each``."""
+    heads = each.heads if each.heads in indexer.heads else _usual_heads(indexer)
+    data = "" if indexer.fused else each.data
+    reuse = each.reuse and indexer.reuses_selections
+    return Indexing(heads, indexer.scale == "power_of_two", indexer.fused, reuse, data)
+
+
+def _usual_heads(indexer: Indexer) -> int:
+    return max((heads for heads in indexer.heads if heads <= _FEW_HEADS), default=min(indexer.heads))
+
+
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
+    indexer = _of(declared, mode)
+    if indexer is None:
+        return {}
+    data = ("",) if indexer.fused else INDEX_DATA
+    kinds = [_like(indexer, Indexing(0, data=each)) for each in data]
+    if indexer.reuses_selections:
+        kinds.insert(1, replace(kinds[0], reuse=True))
+    # Half of the cases have selections of the kit, whose patterns and -1 no indexer gives.
+    return {"indexer": kinds if indexer.fused else [None, *kinds, *[None] * (len(kinds) - 1)]}
+
+
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
+    indexer = row.get("indexer")
+    if indexer is None:
+        return {"indexer": None} if "indexer" in row else {}
+    return {"indexer": indexer, "selection": replace(so_far["selection"], holes=False, empty_rows=False)}
+
+
+def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
+    each = case.indexer
+    if each is not None:
+        if each.reuse:
+            yield {"indexer": replace(each, reuse=False)}
+        if each.data:
+            yield {"indexer": replace(each, data="")}
+
+
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    indexer = declared.sparse.indexer if declared.sparse else None
+    if indexer is None:
+        return "an indexer", with_layers(context, index_heads=64)
+    other = next(heads for heads in (64, 32, 24) if heads not in indexer.heads)
+    return f"an indexer of {other} heads", with_layers(context, index_heads=other)
+
+
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
+    columns = _columns(declared, so_far["rows"].mode, "")
+    return _of_row(declared, {name: draws.one_of(values) for name, values in columns.items()}, so_far)
+
+
+def _of_layers(case: Fields) -> Sequence[Changes]:
+    each = case.indexer
+    if each is None:
+        return [{}] * case.layers.count
+    own = {"index_heads": each.heads}
+    return [own if each.source(i) == i else {**own, "reuses_selection": True} for i in range(case.layers.count)]
+
+
+def _tried(declared: Capabilities, case: Fields) -> int | None:
+    """The heads of a case in which some row leaves keys out."""
+    if case.indexer is None or case.selection is None or max(case.prefixes) < 2 * case.selection.topk:
+        return None
+    return case.indexer.heads
+
+
+def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
+    indexer = _of(declared, case.mode)
+    assert indexer is not None
+    assert not isinstance(SELECTION.fit, Without)
+    selection = case.selection or SELECTION.fit(declared, case)["selection"]
+    topk = selection.topk
+    keys = tuple(4 * topk + 3 * place + each for place, each in enumerate(case.prefixes))
+    return {"indexer": _like(indexer, Indexing(value)), "selection": selection, "prefixes": keys}
+
+
+def _wrong(case: Fields) -> str:
+    if not case.indexer or case.selection:
+        return ""
+    return f"{case.indexer} selects keys, and layers attend to all: add a word such as sel16"
+
+
+INDEXER = Feature(
+    name="indexer",
+    order=260,
+    fields=("indexer",),
+    option=True,
+    traits=(Trait("indexer", lambda case: case.indexer is not None),),
+    wrong=_wrong,
+    words=(
+        Word(
+            PATTERN,
+            lambda match, so_far: {"indexer": Indexing.read(match)},
+            lambda case: str(case.indexer or ""),
+            bounds=(Bound("number of index heads", 1, 256),),
+        ),
+    ),
+    explained=(
+        Entry(
+            "indexer",
+            "The part of sparse attention that selects keys: it scores index keys, which are small and have "
+            "their own pool.",
+            also=("index keys", "lightning indexer"),
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "index pool",
+            "The cache of index keys: FP8 keys with a scale per token, in pages of 64 keys and then 64 scales.",
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "idx4",
+            "The backend stores index keys and selects, with an indexer of 4 heads. Each row has one best selection.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4pow2",
+            "An indexer of 4 heads whose keys have scales that are powers of two.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry("idx4fused", "An indexer of 4 heads inside `forward`.", page="how-to/selected-keys.md", numbers=True),
+        Entry(
+            "idx4reuse",
+            "An indexer of 4 heads, and every second layer attends to the keys that the layer before it selected.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4ties",
+            "An indexer of 4 heads whose keys have equal scores, except for a few, so several selections are right.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4near",
+            "An indexer of 4 heads whose scores are all within a few percent of each other.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4gauss",
+            "An indexer of 4 heads whose scores round, so keys within a computed margin may be exchanged.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+    ),
+    describe=lambda case: {"indexer": _words(case) if case.indexer else ""},
+    declared=(Asked(_words, _declared),),
+    fit=_fit,
+    values=Columns(_columns, _of_row),
+    covered=(
+        Covered(
+            "index heads",
+            "index heads",
+            lambda declared, mode: indexer.heads if (indexer := _of(declared, mode)) else (),
+            _tried,
+            _make,
+        ),
+        option(
+            "layers that use the selection of another",
+            lambda declared, mode: bool((indexer := _of(declared, mode)) and indexer.reuses_selections),
+            lambda case: case.indexer is not None and case.indexer.reuse and case.layers.count > 1,
+        ),
+    ),
+    simpler=of_fields("indexer", steps=_simpler),
+    undeclared=(_undeclared,),
+    random=_random,
+    varies="instance",
+    apply=(OnLayers(_of_layers),),
+)

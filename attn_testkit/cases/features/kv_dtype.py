@@ -1,0 +1,158 @@
+"""The dtype of the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...contract import KV_DTYPES, ROW_FORMATS
+from ...glossary import Entry
+from ..fields import Changes, Fields
+from ..layers import SETTINGS
+from .feature import Asked, Columns, Covered, Feature, OnLayers, Trait, Without, Word, of_fields
+from .server.unused_scales import UNUSED_SCALES
+
+
+def _layers(case: Fields) -> Sequence[Changes]:
+    own = SETTINGS[: case.layers.count]
+    kind = ROW_FORMATS[case.kv_dtype].layer_scale if case.kv_dtype in ROW_FORMATS else "tensor"
+    if (case.kv_dtype == "same" and UNUSED_SCALES not in case.variants) or kind == "none":
+        return [{} for _ in own]
+    if kind == "head":
+        # Scales at capture are 1; each step has its own (``steps/data.py``).
+        ones = torch.ones(case.heads.kv_heads)
+        return [{"k_head_scales": ones, "v_head_scales": ones} for _ in own]
+    by = _ABOVE_SCALES_OF_BLOCKS if case.kv_dtype in ROW_FORMATS else 1.0
+    return [
+        {
+            "k_scale": each.k_scale * by,
+            "v_scale": (each.k_scale if case.heads.layout.values_in_keys else each.v_scale) * by,
+        }
+        for each in own
+    ]
+
+
+_ABOVE_SCALES_OF_BLOCKS = 2.0**-4
+"""Scale of a layer whose blocks have scales of few bits: most of their numbers are then neither too large nor tiny."""
+
+
+def _word(kv_dtype: str) -> str:
+    return "kv" + kv_dtype.replace("_", "")
+
+
+_WORDS = {_word(kv_dtype): kv_dtype for kv_dtype in KV_DTYPES if kv_dtype != "same"}
+
+
+def _wrong(case: Fields) -> str:
+    form = ROW_FORMATS.get(case.kv_dtype)
+    if form is None or form.fits(case.heads.layout, case.dtype, case.head_dim):
+        return ""
+    return f"{case.kv_dtype} with {case.heads} of {case.head_dim} in {case.dtype}: such rows are of {form.needs}"
+
+
+KV_DTYPE = Feature(
+    name="KV dtype",
+    order=140,
+    fields=("kv_dtype",),
+    traits=(
+        Trait("FP8 pool", lambda case: case.kv_dtype != "same"),
+        Trait(
+            "packed rows",
+            lambda case: case.kv_dtype in ROW_FORMATS,
+            excludes={
+                "heads by layer": "all layers have rows of the same bytes",
+            },
+        ),
+        Trait(
+            "scales of the pool that lie apart",
+            lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].apart,
+        ),
+    ),
+    wrong=_wrong,
+    words=(
+        Word(
+            "|".join(_WORDS),
+            lambda match, so_far: {"kv_dtype": _WORDS[match[0]]},
+            lambda case: "" if case.kv_dtype == "same" else _word(case.kv_dtype),
+        ),
+    ),
+    explained=(
+        Entry(
+            "kvfp8dsmla",
+            "A row of the KV pool is 512 FP8 numbers, a float32 scale for each 128 of them, and a bf16 rope "
+            "part. Scales are the largest number over 448, or powers of two (pow2).",
+            also=("fp8_ds_mla", "656-byte row", "packed row", "kvfp8dsmlapow2", "fp8_ds_mla_pow2"),
+        ),
+        Entry(
+            "kvint8pertokenhead",
+            "Rows of the KV pool are int8 numbers, and after them a float32 scale per token and KV head.",
+            also=("int8_per_token_head",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp8pertokenhead",
+            "Rows of the KV pool are FP8 (e4m3) numbers, and after them a float32 scale per token and KV head.",
+            also=("fp8_per_token_head",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvint8pertokenheadapart",
+            "Rows of the KV pool are int8 numbers. Their float32 scales, per token and KV head, have memory "
+            "of their own.",
+            also=("int8_per_token_head_apart",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp8perhead",
+            "The KV pool is FP8 (e4m3) with a scale per KV head, which the server changes in place between steps.",
+            also=("fp8_per_head", "k_head_scales", "scales per head"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvint4group8",
+            "Rows of the KV pool are integers of 4 bits, two to a byte, with a bf16 scale for each 8 of them."
+            " Scales have memory of their own.",
+            also=("int4_group8", "int4 KV cache"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvnvfp4",
+            "Rows of the KV pool are FP4 (e2m1) numbers, two to a byte, with an e4m3 scale for each 16 of "
+            "them and a scale per layer.",
+            also=("nvfp4", "FP4 KV cache", "block scales"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp4mxblock16",
+            "Rows of the KV pool are FP4 (e2m1) numbers, two to a byte, with a power of two as scale for each"
+            " 16 of them.",
+            also=("fp4_mx_block16",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvfp8e4m3",
+            "The KV pool is FP8 (e4m3), with a k_scale and a v_scale per layer.",
+            also=("KV dtype", "fp8_e4m3", "FP8 KV cache"),
+        ),
+    ),
+    describe=lambda case: {"kv_dtype": "" if case.kv_dtype == "same" else case.kv_dtype},
+    declared=(
+        Asked(lambda case: f"KV dtype {case.kv_dtype}", lambda declared, case: case.kv_dtype in declared.kv_dtypes),
+    ),
+    values=Columns(lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}),
+    covered=(
+        Covered(
+            "dtypes",
+            "dtype and KV dtype",
+            lambda declared, mode: ((dtype, kv_dtype) for dtype in declared.dtypes for kv_dtype in declared.kv_dtypes),
+            lambda declared, case: (case.dtype, case.kv_dtype),
+            lambda declared, case, pair: {"dtype": pair[0], "kv_dtype": pair[1]},
+        ),
+    ),
+    simpler=of_fields("kv_dtype"),
+    undeclared=Without("No context asks for a pool of an undeclared dtype so far, but with the model's."),
+    random=lambda draws, declared, so_far: {"kv_dtype": draws.one_of(sorted(declared.kv_dtypes, reverse=True))},
+    varies="instance",
+    apply=(OnLayers(_layers),),
+)

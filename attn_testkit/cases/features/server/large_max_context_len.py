@@ -1,0 +1,42 @@
+"""A context that is far longer than every request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ....contract import Capabilities, ForwardMode
+from ...fields import C, Fields
+from ...plan import Plan
+from .variant import ServerVariant
+
+_TOKENS = 1 << 18
+"""Beyond 16 bits, in pages of a slot and of several; and so is a third of it, in tokens."""
+_KEPT = ("own batch", "own batch, elsewhere", "same lengths, other requests")
+_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, *ForwardMode)
+
+
+def _cases(declared: Capabilities, small: C) -> Iterator[C]:
+    """One of a backend: its request table takes a megabyte a row."""
+    if small.mode is next(mode for mode in _MODES if mode in declared.eager | declared.graph):
+        yield small.of_requests((70,), data="gauss", variants=frozenset({"far"}))
+
+
+def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
+    """A few: backends whose work follows the context are slow."""
+    *steps, oversized = plans
+    return [*(replace(plan, eager_too=False) for plan in steps if plan.label in _KEPT), oversized]
+
+
+LARGE_MAX_CONTEXT_LEN = ServerVariant(
+    "far",
+    f"max_context_len is {_TOKENS:,}, and no request is near it",
+    "max_context_len",
+    _cases,
+    needs_no_capability=True,
+    plans=_plans,
+    context_len=_TOKENS,
+    excludes={"empty_batches": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
+    order=70,
+    also=("large max_context_len",),
+)

@@ -1,0 +1,52 @@
+"""Layers that are not causal: a row sees all keys of its request, those of the step's later rows among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....contract import Capabilities, ForwardMode
+from ...fields import C, Fields
+from ...rows import Extend, Verify, room_for
+from ...trees import chain
+from .variant import ServerVariant
+
+_LENS = (9, 530, 70, 0)
+"""More keys than a tile beyond few rows, too: a loop that ends with the rows' tile leaves them out (jax #24495)."""
+_BLOCKS = (4, 17)
+"""Rows of a draft block: few, and more than a tile."""
+_NEW = (20, 1, 3, 7)
+"""New tokens in extend; the last request is a whole prompt, as an encoder's are."""
+
+
+def _fits(declared: Capabilities, case: Fields) -> bool:
+    return case.mode in declared.non_causal
+
+
+def _cases(declared: Capabilities, small: C) -> Iterator[C]:
+    if small.mode not in declared.non_causal:
+        return
+    if small.mode is ForwardMode.EXTEND:
+        new = tuple(min(count, declared.max_extend_tokens) for count in _NEW)
+        found = [small.of_requests(_LENS, rows=Extend(new, room_for(new)))]
+    else:
+        blocks = dict.fromkeys(min(rows, declared.max_q_rows) for rows in _BLOCKS)
+        found = [small.of_requests(_LENS, padded=1, rows=Verify(chain(n))) for n in blocks]
+    for case in found:
+        yield case.with_changes(data="gauss", variants=frozenset({"noncausal"}))
+
+
+NON_CAUSAL = ServerVariant(
+    "noncausal",
+    "layers are not causal: every row sees all keys of its request",
+    "non_causal",
+    _cases,
+    _fits,
+    gives_none=True,
+    causal=False,
+    excludes={
+        "sliding window": "a window is one of the keys before a row",
+        "branching trees": "a block of a diffusion model is not a tree",
+    },
+    order=80,
+    also=("non-causal", "bidirectional"),
+)

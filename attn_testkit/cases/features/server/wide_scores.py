@@ -1,0 +1,69 @@
+"""A step whose scores take more than 2^31 bytes: an indexer's rows times the columns of the request table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ....contract import Capabilities, ForwardMode
+from ...fields import C, Fields
+from ...indexing import Indexing
+from ...layers import Layers
+from ...plan import Plan
+from ...rows import Extend, Verify, room_for
+from ...selection import Selection
+from ...trees import chain
+from ..rows import most_rows
+from .variant import ServerVariant
+
+_TOKENS = 1 << 20
+_ROWS = (1 << 31) // (4 * _TOKENS) + 8
+"""Rows of a step: with a float32 for every column, the last eight begin at 2^31 bytes or later (aiter #4244)."""
+_MOST_REQUESTS = 160
+"""More would have a request table of more than 700 MB."""
+_FEW_HEADS, _MOST_DRAFTED = 8, 16
+_KEPT = ("own batch", "own batch, elsewhere", "same lengths, other requests")
+
+
+def wide_scores_cases(declared: Capabilities, small: C, tier: str) -> Iterator[C]:
+    """A prompt, made of ``small``; in full drafts to verify, too, whose request table takes 140 MB or more.
+
+    Their rows are scored by other kernels. Few columns of each request are in use.
+    """
+    sparse = declared.sparse
+    if sparse is None or sparse.indexer is None or declared.max_context_len < _TOKENS:
+        return
+    if small.mode is not ForwardMode.EXTEND and (small.mode is not ForwardMode.TARGET_VERIFY or tier != "full"):
+        return
+    each = min(most_rows(declared, small.mode), _MOST_DRAFTED if small.tree else _ROWS)
+    count = -(-_ROWS // each)
+    if count > _MOST_REQUESTS:
+        return
+    indexer, topk = sparse.indexer, min(sparse.topk, key=lambda width: (width == 1, width))
+    heads = max((heads for heads in indexer.heads if heads <= _FEW_HEADS), default=min(indexer.heads))
+    rows = Verify(chain(each)) if small.tree else Extend((each,) * count, room_for((each,) * count))
+    one = small.with_changes(
+        layers=Layers(1), layout="shuffled", data="gauss", variants=frozenset({WIDE_SCORES.word}),
+        selection=Selection(topk, sparse.index_space == "slots"),
+        indexer=Indexing(heads, indexer.scale == "power_of_two", indexer.fused),
+    )  # fmt: skip
+    yield one.of_requests((*(9,) * (count - 1), 2 * topk + 9), rows=rows)
+
+
+def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
+    """Few: backends whose work follows the context are slow."""
+    *steps, oversized = plans
+    return [*(replace(plan, eager_too=False) for plan in steps if plan.label in _KEPT), oversized]
+
+
+WIDE_SCORES = ServerVariant(
+    "wide_scores",
+    f"max_context_len is {_TOKENS:,}: a float32 for each row and column of the request table is more than 2^31 bytes",
+    "an indexer, in extend; in full in target-verify, too",
+    needs_no_capability=True,
+    plans=_plans,
+    context_len=_TOKENS,
+    excludes={"empty_batches": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
+    order=160,
+    also=("max_model_len of a million", "logits beyond 2 GiB"),
+)

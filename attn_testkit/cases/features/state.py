@@ -1,0 +1,409 @@
+"""The recurrent states of layers that keep one: widths, dtype, and the conventions of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...contract import BackendContext, Capabilities, ForwardMode
+from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
+from ...glossary import Entry
+from ..fields import Changes, Fields
+from ..rows import Decode, Extend, Verify
+from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
+from ..trees import chain
+from .feature import Asked, Bound, Covered, Draws, Feature, Trait, Without, Word, of_fields
+from .outside import first_undeclared, with_layers
+
+_SETS = {
+    "k_dim": "k_dims", "conv_width": "conv_widths", "dtype": "dtypes", "padding": "padding", "fresh": "fresh",
+    "order": "orders", "rollback": "rollback",
+}  # fmt: skip
+"""Field of ``StateShape`` -> field of ``State`` that lists its values."""
+_ORDER = {"dtype": STATE_DTYPES, "padding": PADDED_STATES, "fresh": FRESH, "order": ORDERS, "rollback": ROLLBACKS}
+"""Values with the usual one first."""
+
+
+def _sorted(declared: State, name: str) -> list[Any]:
+    values = getattr(declared, _SETS[name])
+    return [each for each in _ORDER[name] if each in values] if name in _ORDER else sorted(values)
+
+
+def _words(case: Fields) -> str:
+    each = case.state
+    if each is None:
+        return "layers without a state"
+    conv = f"a convolution of {each.conv_width}" if each.conv_width > 1 else "no convolution"
+    return f"{each.dtype} states with keys of {each.k_dim} and {conv} ({each})"
+
+
+_CONVENTIONS = {
+    "null": "padded requests have index 0 and are skipped",
+    "slot0": "padded requests have index 0 and are written",
+    "zeroed": "the server clears slots of fresh requests",
+    "copied": "requests continue states that the server has copied",
+    "source": "requests continue states of other slots",
+    "kv": "states are [Hv, K, V]",
+    "slots": "a slot for each node of a draft",
+    "strided": "slots lie apart",
+    "bigpool": "a pool of more than 2^31 elements",
+}
+"""Word of ``StateShape`` behind its sizes -> the same for a reader."""
+
+
+def _phrase(case: Fields) -> str:
+    if case.state is None:
+        return ""
+    phrases = [phrase for word, phrase in _CONVENTIONS.items() if word in str(case.state).split(".")]
+    chunks = f"states are copied at the ends of chunks of {case.state.snapshots}"
+    return "; ".join([_words(case), *phrases, *([chunks] if case.state.snapshots else [])])
+
+
+def _declared(declared: Capabilities, case: Fields) -> bool:
+    state, each = declared.state, case.state
+    if state is None or each is None:
+        return state is None and each is None
+    # Nothing is taken back outside of target-verify, and Lightning has no convolution.
+    without = {"rollback": case.tree is None, "conv_width": case.heads.family == "lightning"}
+    asked = {one: many for one, many in _SETS.items() if not without.get(one)}
+    return (
+        all(getattr(each, one) in getattr(state, many) for one, many in asked.items())
+        and (state.strided or not each.strided)
+        and each.snapshots in state.snapshots | {0}
+        and each.continues in state.continues | {""}
+        and (state.plain_convolution or case.data != UNIT_KEYS)
+    )
+
+
+def _branches(case: Fields) -> bool:
+    return case.topk > 1
+
+
+def _goes_by_trees(declared: Capabilities, kind: str, rollback: str) -> bool:
+    """True if drafts of layers of a kind may branch, with a rollback."""
+    return declared.state is None or (kind in declared.state.trees and rollback == "commit")
+
+
+def _tree_declared(declared: Capabilities, case: Fields) -> bool:
+    if case.state is None or not _branches(case):
+        return True
+    return _goes_by_trees(declared, case.heads.family, case.state.rollback)
+
+
+def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verifies: bool) -> StateShape:
+    """The declared shape that is nearest to ``shape``.
+
+    ``kind``: of the layers; Lightning has no convolution. ``verifies``: whether it is a target-verify.
+    """
+    found = {name: _sorted(declared, name)[0] for name in _SETS}
+    for name in _SETS if shape else ():
+        if getattr(shape, name) in getattr(declared, _SETS[name]):
+            found[name] = getattr(shape, name)
+    if kind == "lightning":
+        found["conv_width"] = 1
+    if not verifies:
+        found["rollback"] = ROLLBACKS[0]
+    each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
+    strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
+    continues = shape.continues if shape and shape.continues in declared.continues and not verifies else ""
+    return StateShape(**found, strided=strided, snapshots=each, big=big, continues=continues)
+
+
+def _fit(declared: Capabilities, case: Fields) -> Changes:
+    if not case.heads.layout.has_state:
+        return {"state": None}
+    data = case.data if case.data in STATE_DATA else STATE_DATA[0]
+    shape = (
+        case.state
+        if declared.state is None
+        else nearest_state(declared.state, case.state, case.heads.family, verifies=case.tree is not None)
+    )
+    found: Changes = {"state": shape, "data": data}
+    if case.tree is not None and _branches(case) and shape and not _goes_by_trees(
+        declared, case.heads.family, shape.rollback
+    ):  # fmt: skip
+        found = {**found, "rows": Verify(chain(len(case.tree)))}
+    return found
+
+
+def _other_dtype(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    state = context.state
+    if state is None or declared.state is None:
+        return None
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    other = next((name for name in STATE_DTYPES if name not in declared.state.dtypes), None)
+    if other is None:
+        return None
+    old = state.pool
+    return f"states in {other}", replace(context, state=replace(state, pool=old.like(old.device, dtypes[other])))
+
+
+def _other_width(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    state = context.state
+    if state is None or declared.state is None:
+        return None
+    width = first_undeclared((96, 48, 24), declared.state.k_dims)
+    other = with_layers(replace(context, layers=state.layers), head_dim=width)
+    return f"keys of width {width}", replace(other, state=replace(state, layers=other.layers))  # type: ignore[arg-type]
+
+
+def _other_trees(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    state = context.state
+    if state is None or declared.state is None or declared.max_topk < _TOPK:
+        return None
+    kind = state.layers[0].kind
+    if kind in declared.state.trees or ForwardMode.TARGET_VERIFY not in context.modes:
+        return None
+    return f"drafts that branch, in layers of kind {kind}", replace(context, topk=_TOPK)
+
+
+_TOPK = 2
+
+
+def _convention(
+    name: str, values: tuple[str, ...], *, only_verify: bool = False
+) -> Callable[..., tuple[str, BackendContext] | None]:
+    def undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+        if context.state is None or declared.state is None:
+            return None
+        other = next((value for value in values if value not in getattr(declared.state, name)), None)
+        if other is None or (only_verify and ForwardMode.TARGET_VERIFY not in context.modes):
+            return None
+        changes: dict[str, Any] = {name: other}
+        return f"{name} {other} of states", replace(context, state=replace(context.state, **changes))
+
+    return undeclared
+
+
+def _covered(name: str, words: str) -> Covered:
+    def make(declared: Capabilities, case: Fields, value: Any) -> Changes:
+        return {"state": replace(case.state, **{name: value})} if case.state else {}
+
+    return Covered(
+        f"state {name}",
+        words,
+        lambda declared, mode: getattr(declared.state, _SETS[name]) if declared.state else (),
+        lambda declared, case: getattr(case.state, name) if case.state else None,
+        make,
+    )
+
+
+def _made_with_snapshots(declared: Capabilities, case: Fields, value: Any) -> Changes:
+    return {"state": replace(case.state, snapshots=value, rollback="commit")} if case.state else {}
+
+
+def _continued_in(declared: Capabilities, mode: ForwardMode) -> list[str]:
+    """Ways in which requests of a mode continue states of a prefix cache."""
+    ways = {ForwardMode.EXTEND: CONTINUES, ForwardMode.DECODE: ("source",)}.get(mode, ())
+    return [each for each in ways if declared.state and each in declared.state.continues]
+
+
+def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
+    each, plain = case.state, minimal.state
+    if each is not None and plain is not None:
+        for name, value in vars(plain).items():
+            if getattr(each, name) != value:
+                yield {"state": replace(each, **{name: value})}
+
+
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
+    state = declared.state
+    if state is None:
+        return {}
+    drawn = {name: draws.one_of(_sorted(state, name)) for name in _SETS if name != "rollback"}
+    rows, changes = so_far["rows"], dict[str, Any]()
+    if isinstance(rows, Verify):
+        branches = rows.tree.topk > 1
+        if branches and so_far["heads"].family not in state.trees:
+            branches, changes = False, {"rows": Verify(chain(len(rows.tree)))}
+        drawn["rollback"] = "commit" if branches else draws.one_of(_sorted(state, "rollback"))
+    each = draws.one_of([0, *sorted(state.snapshots)]) if drawn.get("rollback") != "slots" else 0
+    strided, continues = state.strided and draws.one_of([False, True]), ""
+    if isinstance(rows, Decode) or (isinstance(rows, Extend) and rows.chunks == 1):
+        mode = ForwardMode.DECODE if isinstance(rows, Decode) else ForwardMode.EXTEND
+        continues = draws.one_of(["", *_continued_in(declared, mode)])
+    shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues)
+    return {**changes, "state": shape}
+
+
+def _wrong(case: Fields) -> str:
+    if case.heads.layout.has_state != (case.state is not None):
+        return f"heads {case.heads} and {case.state or 'no state'}: layers of {case.heads.family} " + (
+            "keep a state; write its widths, such as k64w4s32" if case.state is None else "keep none"
+        )
+    if case.state and isinstance(case.rows, Extend) and (0, 0) in zip(case.prefixes, case.rows.new, strict=True):
+        return "a request without rows and without tokens before the step has no state to keep"
+    return ""
+
+
+STATE = Feature(
+    name="state",
+    order=270,
+    fields=("state",),
+    traits=(
+        Trait(
+            "states",
+            lambda case: case.state is not None,
+            excludes={
+                "rows of a draft model": "layers of a draft model are attention layers, and keep no state",
+                "layer options": "windows, soft caps, sinks and selections are those of keys",
+                "FP8 pool": "a layer that keeps a state has no KV pool",
+                "KV splits": "a layer that keeps a state has no keys to split",
+                "KV groups": "a layer that keeps a state has no KV pool",
+                "heads by layer": "all layers of a case have states of one shape",
+            },
+        ),
+        Trait(
+            "rollback of states by slots",
+            lambda case: case.by_slots,
+            excludes={
+                "no draft to verify": "only rejected nodes are taken back",
+                "branching trees": "with a slot for each node a draft is a chain",
+                "snapshots of states": "a request has a slot for each node already",
+            },
+        ),
+        Trait("snapshots of states", lambda case: case.state is not None and case.state.snapshots > 0),
+        Trait(
+            "states of a prefix cache",
+            lambda case: case.state is not None and bool(case.state.continues),
+            excludes={
+                "drafts to verify": "a request that verifies has a state of its own",
+                "chunks": "the second chunk of a prompt continues the request's own state",
+                "loop": "a loop continues the states of its own requests",
+                "multi-mode instance": "only one mode of the instance would continue them",
+            },
+        ),
+        Trait(
+            "copies of states before a step",
+            lambda case: case.state is not None and case.state.continues == "copy",
+            excludes={
+                "no prompts": "a server copies a state to a request that it admits",
+            },
+        ),
+        Trait("no states", lambda case: case.state is None),
+    ),
+    wrong=_wrong,
+    words=(
+        Word(
+            PATTERN,
+            lambda match, so_far: {"state": StateShape.read(match)},
+            lambda case: str(case.state or ""),
+            bounds=(
+                Bound("width of a key", 1, 1024),
+                Bound("width of the convolution", 1, 16, 2),
+                Bound("length of a chunk with snapshots", 1, 1024, 5),
+            ),
+        ),
+    ),
+    explained=(
+        Entry(
+            "recurrent state",
+            "What a layer of GDN, KDA, Mamba2 or Lightning remembers of a request: a matrix per value head, "
+            "whatever the length.",
+            also=("state", "states", "SSM state", "temporal state"),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "convolution window",
+            "The last W - 1 inputs of each channel, which the next row's convolution needs.",
+            also=("conv state", "window of inputs"),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "fresh request",
+            "A request without a token before the step. Its state begins from zeros, whatever its slot holds.",
+            also=("fresh",),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "commit",
+            "After a target-verify of states: the state after the last accepted node becomes that of the slot.",
+            also=("rollback",),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "scratch",
+            "Memory for window and state after each node of a draft, until some of them are accepted.",
+            also=("intermediate states",),
+            page="how-to/recurrent-states.md",
+        ),
+        Entry(
+            "k64w4s32",
+            "Recurrent states with keys of width 64, a convolution of 4 taps, and states in fp32.",
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "k128w1sb16",
+            "Recurrent states with keys of width 128, no convolution, and states in bf16.",
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "k64w4s32.null.zeroed.kv.strided",
+            "Recurrent states, with conventions of a server: how padded requests are marked, who clears "
+            "slots, how drafts are rolled back, and how states lie.",
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+    ),
+    describe=lambda case: {"state": _phrase(case)},
+    declared=(
+        Asked(_words, _declared),
+        Asked(lambda case: f"a tree that branches, in layers of kind {case.heads.family}", _tree_declared),
+    ),
+    fit=_fit,
+    values=Without("catalogue/state_cases.py makes the cases of states."),
+    covered=(
+        _covered("k_dim", "width of a key"),
+        _covered("conv_width", "width of a convolution"),
+        _covered("dtype", "state dtype"),
+        _covered("padding", "padded states"),
+        _covered("fresh", "fresh states"),
+        _covered("order", "order of a state"),
+        Covered(
+            "state rollback",
+            "rollback of states by",
+            lambda declared, mode: declared.state.rollback if declared.state and mode.is_target_verify() else (),
+            lambda declared, case: case.state.rollback if case.state and case.tree is not None else None,
+            lambda declared, case, value: {"state": replace(case.state, rollback=value)} if case.state else {},
+        ),
+        Covered(
+            "state snapshots",
+            "snapshots of states each",
+            lambda declared, mode: declared.state.snapshots if declared.state else (),
+            lambda declared, case: case.state.snapshots or None if case.state else None,
+            _made_with_snapshots,
+        ),
+        Covered(
+            "state continues",
+            "states of a prefix cache by",
+            _continued_in,
+            lambda declared, case: case.state.continues or None if case.state else None,
+            lambda declared, case, value: {"state": replace(case.state, continues=value)} if case.state else {},
+        ),
+        Covered(
+            "state slots",
+            "slots of states",
+            lambda declared, mode: ["strided"] if declared.state and declared.state.strided else (),
+            lambda declared, case: "strided" if case.state and case.state.strided else None,
+            lambda declared, case, value: {"state": replace(case.state, strided=True)} if case.state else {},
+        ),
+    ),
+    simpler=of_fields("state", steps=_simpler),
+    undeclared=(
+        _other_dtype,
+        _other_width,
+        _other_trees,
+        _convention("padding", PADDED_STATES),
+        _convention("fresh", FRESH),
+        _convention("rollback", ROLLBACKS, only_verify=True),
+        _convention("continues", CONTINUES),
+    ),
+    random=_random,
+    varies="instance",
+    apply=Without("families/recurrent/data.py makes the layers and the states, and the harness the pool."),
+)
