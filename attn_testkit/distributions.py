@@ -20,12 +20,13 @@ class Distribution:
 
     @property
     def command(self) -> str:
-        """Command that installs it. Not by its name: it may be on no index."""
+        """Command that installs it, by its folder, because it may not be on a package index."""
         return f"pip install 'PATH_OF_THE_CHECKOUT/{self.folder}'".replace("/.'", "'")
 
     @property
     def is_missing(self) -> str:
-        """End of a sentence about what it has: it is not installed, and what installs it."""
+        """End of a sentence about a missing part: the distribution is not installed, and the command that installs
+        it."""
         return f"is in the distribution {self.name}, which is not installed; {self.command}"
 
 

@@ -88,7 +88,7 @@ class Environment:
         return self.emulated
 
     def prepare_process(self) -> None:
-        """Set what must be set in this process before Triton is imported: kernels run in its interpreter here."""
+        """Prepare this process before Triton is imported, so that kernels run in Triton's interpreter."""
         if self.emulated and os.environ.get(NOTES_OF_LAUNCHES):
             # A backend may have other tiles under the interpreter: what is noted is the launch of a device.
             os.environ["TRITON_INTERPRET"] = "0"
@@ -131,10 +131,9 @@ def launch_grids(most: tuple[int, int] | None = None) -> Iterator[list[tuple[str
 
 
 def keep_device_busy(wanted: bool) -> Callable[[], None]:
-    """Keep the current stream busy, if ``wanted``, so that later launches start when the caller's host work is done.
-
-    The caller calls the returned function then. Emulated CUDA does all work at once; it compares late data with the
-    data that is there when the host waits.
+    """Keep the current stream busy, if ``wanted``, so that later launches start when the caller's host work is done and
+    the caller calls the returned function. Emulated CUDA does all work at once, and compares data at that time with the
+    data when the host waits.
     """
     return hold() if wanted and not is_active() else _nothing
 
@@ -144,17 +143,15 @@ def _nothing() -> None:
 
 
 def side_stream() -> torch.cuda.Stream:
-    """A side stream of the kit, which is ordered correctly: the emulation need not look for races because of it."""
+    """A side stream of the kit, which is ordered correctly: the emulation need not search for races because of it."""
     if is_active():
         return orderly_stream()  # type: ignore[return-value]
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
 def server_stream(work: Callable[[], object]) -> torch.cuda.Stream:
-    """Do ``work`` on a stream of the server's own, after the present work of this one.
-
-    On a device the next work of this stream comes after it: of all orders that are possible, the one that shows. The
-    emulation knows that nothing orders the two.
+    """Do ``work`` on the server's stream, after the present work of this stream. On a device the next work of this
+    stream then comes after it, which is the order that reveals mistakes. The emulation treats the two as unordered.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     stream.wait_stream(torch.cuda.current_stream())
@@ -167,8 +164,8 @@ def server_stream(work: Callable[[], object]) -> torch.cuda.Stream:
 
 @contextmanager
 def memory_peak() -> Iterator[Callable[[], int]]:
-    """Follow allocations inside the block. The function gives the most bytes of device memory that were allocated
-    above those at its beginning.
+    """Follow allocations inside the block. The yielded function returns the peak of allocated device memory above that
+    at the beginning.
     """
     if is_active():
         with peak_above() as above:
@@ -183,10 +180,9 @@ _FOUR_GIB = 1 << 32
 
 
 def memory_across_4_gib(nbytes: int, below: int) -> torch.Tensor | None:
-    """Allocate [nbytes] uint8, uninitialized, whose first ``below`` bytes lie below a multiple of 4 GiB and the others
-    from it on. None if addresses of 4 GiB more than ``nbytes`` cannot be reserved.
-
-    The tensor shares its storage with no other. The other addresses take no memory.
+    """Allocate [nbytes] uint8, uninitialized, so that a multiple of 4 GiB is right after the first ``below`` bytes.
+    None if addresses of 4 GiB more than ``nbytes`` cannot be reserved. The tensor shares its storage with no other, and
+    the unused addresses need no memory.
     """
     if not is_active():
         return map_across(_FOUR_GIB, nbytes, below)
@@ -225,7 +221,7 @@ def resolve(name: str) -> Environment:
 
 
 def planned(name: str, kind: str) -> Environment:
-    """Return the device that ``resolve(name)`` was when a plan was made, without a question to the driver."""
+    """Return the device that ``resolve(name)`` was when a plan was made, without asking the driver."""
     return Environment(kind == "emulated", 0 if kind == "emulated" else int(name.partition(":")[2] or 0))
 
 

@@ -20,11 +20,11 @@ class Entry:
     text: str
     """The meaning, in two sentences at most."""
     also: tuple[str, ...] = ()
-    """Other words of the same meaning."""
+    """Other words of the same meaning, including the kit's word."""
     page: str = "reference/case-ids.md"
-    """The page that says more, relative to ``docs/``."""
+    """The page with more information, relative to ``docs/``."""
     numbers: bool = False
-    """True if the numbers in the word are examples: the entry is found with any others."""
+    """True if the numbers in the word are examples: the entry is also found with other numbers."""
     group: str = "Words of a case id"
     """Heading of the entry on the page."""
 

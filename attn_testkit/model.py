@@ -1,8 +1,8 @@
 """The model that every mode runs: attention layers that differ, and a linear head.
 
-A row's q, k and v are looked up in a table by its ``input_ids``, one row of numbers per token; so a case decides what a
-backend receives. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so
-that a limit on an attention output becomes a limit on hidden states and logits through |W| only.
+A row's q, k and v are looked up in a table by its ``input_ids``, one row of values per token, so a case determines the
+inputs of a backend. Each layer adds ``attention @ W`` to the hidden state in float32, and the head is linear, so a
+limit on an attention output becomes a limit on hidden states and logits only through |W|.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Weights:
 
 @lru_cache(maxsize=64)
 def make_weights(layers: int, width: int) -> Weights:
-    """Host weights for ``width`` = Hq * Dv: unit normals over the square root of what is summed. Cached."""
+    """Host weights for ``width`` = Hq * Dv: unit normals divided by the square root of the number of summands.
+    Cached."""
     rng = np.random.default_rng(width)
     return Weights(normals((layers, width, HIDDEN), rng) / width**0.5, normals((HIDDEN, VOCAB), rng) / HIDDEN**0.5)
 
@@ -54,13 +55,13 @@ class Trace:
     """Device tensors that one forward of the model produced. Under capture they are the graph's own memory."""
 
     packed: torch.Tensor
-    """Rows from the table: the memory that q, k and v are views of (or copies from)."""
+    """Rows from the table: the memory of which q, k and v are views (or copies)."""
     dense: list[torch.Tensor]
     """Tensors q, k, v of each layer if not all of them are views of ``packed``; else empty."""
     raw: list[torch.Tensor]
     """Tensors that the backend returned for each layer. Some backends return one buffer for all layers."""
     attention: list[torch.Tensor]
-    """Copies of ``raw``, taken when all layers had run, or before the next one ran."""
+    """Copies of ``raw``, made after all layers had run, or before the next layer ran."""
     hidden: torch.Tensor
     """Tensor [rows, hidden] float32; the mode's driver may prune rows."""
     logits: torch.Tensor | None = None
@@ -70,7 +71,7 @@ class Trace:
     topk_index: torch.Tensor | None = None
     """Tensor [rows, K] int64."""
     lse: list[torch.Tensor] = field(default_factory=list)
-    """Log-sum-exps [T, P, Hq] of each layer, as returned, for KV splits. One more split if the backend merges them: its
+    """Log-sum-exps [T, P, Hq] of each layer, as returned, for KV splits. If the backend merges, the last entry is its
     value for all keys."""
     part_finite: list[torch.Tensor] = field(default_factory=list)
     """Tensors [T, P] bool for KV splits: true if a split's output has neither NaN nor Inf in a row."""
@@ -79,7 +80,7 @@ class Trace:
     beside_out: list[torch.Tensor] = field(default_factory=list)
     """Memory before and after the output of each layer, if the caller owns the output's memory."""
     selections: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Copies of what the backend selected, [T, topk] int32, by the place of the layer. Empty without an indexer."""
+    """Copies of the backend's selections, [T, topk] int32, by the index of the layer. Empty without an indexer."""
     of_selections: list[torch.Tensor] = field(default_factory=list)
     """Tensors that the backend returned for them."""
 
@@ -116,7 +117,7 @@ _Part = tuple[int, int, int, int]
 
 
 def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
-    """Places of q, k and v of a token, or of what the layer has instead. MLA: v is the first part of k."""
+    """Places of q, k and v of a token, or of the layer's other inputs. MLA: v is the first part of k."""
     if layer.parts:
         ends = [sum(layer.parts[:index]) for index in range(3)]
         return tuple((end, 1, wide, wide) for end, wide in zip(ends, layer.parts, strict=True))  # type: ignore[return-value]
@@ -129,13 +130,13 @@ def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
 
 
 def row_width(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> int:
-    """Number of elements of q, k, v and selected keys per token in one layer; in the widest if layers differ."""
+    """Number of elements of q, k, v and selected keys per token in one layer; in the widest layer if layers differ."""
     rows = max(start + heads * stride for layer in layers for start, heads, stride, _ in _parts(layer))
     return rows + layers[0].topk * _INDEX_BYTES // dtype.itemsize
 
 
 _INDEX_BYTES = 4
-"""Bytes of an index of a selected key, which lies as int32 behind the numbers of its token's row."""
+"""Bytes of an index of a selected key, which is stored as int32 after the values of its token's row."""
 
 
 def pack(
@@ -150,7 +151,7 @@ def pack(
     """Pack [L, T, H, D] tensors into [T, L, width] rows of the model's table (host). ``one_row``: v is a part of k.
 
     ``maps``: one per layer, if layers have different heads. A row holds the layer's own heads, then NaN.
-    ``selected`` [L, T, topk] int32: its bits are the end of a row.
+    ``selected`` [L, T, topk] int32: its bits are stored at the end of a row.
     """
     if not maps:
         rows = [x.flatten(2).transpose(0, 1) for x in ((q, k) if one_row else (q, k, v))]
@@ -171,18 +172,18 @@ def _copy(out: torch.Tensor) -> torch.Tensor:
 
 
 _ROWS_BEHIND = 64
-"""A chunk of public kernels of prefill (vllm-ascend #10276)."""
+"""Number of rows of NaN: the size of a chunk in public prefill kernels (vllm-ascend #10276)."""
 
 
 class Around:
     """The model's work before the attention of each layer and after it, on rows [T] of its table."""
 
     def __init__(self, model: Model, ids: torch.Tensor, contiguous: bool) -> None:
-        """``ids`` [T] int64; ``contiguous``: q, k and v are tensors of their own."""
+        """``ids`` [T] int64; ``contiguous``: q, k and v are separate tensors."""
         self.model, self._ids, self._contiguous = model, ids, contiguous
 
     def before(self, index: int, out: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        """q, k and v of layer ``index``; none behind the last. ``out``: output of the layer before it."""
+        """q, k and v of layer ``index``; None after the last layer. ``out``: output of the layer before it."""
         rows = len(self._ids)
         if out is None:
             ids = self._ids
@@ -211,11 +212,9 @@ class Model:
         *,
         strided_heads: bool = False,
     ) -> None:
-        """Take ``table`` [rows, L, width] in the model's dtype and ``hidden_table`` [rows, hidden] float32: a row is a
-        token.
-
-        The caller fills both; their last rows hold NaN. ``width``: see ``row_width``. ``strided_heads``: the backend
-        declares ``takes_strided_heads``.
+        """Store ``table`` [rows, L, width] in the model's dtype and ``hidden_table`` [rows, hidden] float32: each row
+        belongs to a token. The caller fills both tables; their last rows hold NaN. ``width``: see ``row_width``.
+        ``strided_heads``: the backend declares ``takes_strided_heads``.
         """
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
         self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers, table.dtype)
@@ -236,7 +235,7 @@ class Model:
         """True in half the cases; in the others q, k, v are strided views of one packed tensor."""
         self._side_by_side = strided_heads and case.strided_heads
         self.rows_behind = _ROWS_BEHIND if case.has_rows_behind else 0
-        """Rows of NaN that follow the last row in the memory of q, k and v: a tile of a kernel may have rows there."""
+        """Rows of NaN that follow the last row in the memory of q, k and v: a tile of a kernel may reach into them."""
         weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
         if case.head_maps:
@@ -246,14 +245,14 @@ class Model:
             self._out = tuple(part.flatten(1).t().contiguous() for part in own)
 
     def select_first_keys(self) -> None:
-        """Have every row but that of NaN select the first key only, as the dummy batch of a capture does."""
+        """Make every row except the NaN row select only the first key, as in the dummy batch of a capture."""
         if self._selected:
             indices = self.table[:-1, :, self._width - self._selected :].view(torch.int32)
             indices.fill_(-1)
             indices[..., 0] = 0
 
     def select_none_from(self, row: int) -> None:
-        """Have all rows from ``row`` on, which are those of no live token, select no key."""
+        """Make all rows from ``row`` on, which belong to no live token, select no key."""
         if self._selected:
             self.table[row:, :, self._width - self._selected :].view(torch.int32).fill_(-1)
 
@@ -278,10 +277,10 @@ class Model:
         """Run all layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
-        None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output may be
-        overwritten by the next layer. ``other_strides``: see ``Step.turned``. ``selects``: number of the first rows
-        that have selected keys; None: all have. ``around``: the work before and after attention, as graphs; None: as it
-        comes. The trace has hidden states and no logits. Exceptions of the backend and of ``look`` are passed on.
+        None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: the next layer may
+        overwrite an output. ``other_strides``: see ``Step.turned``. ``selects``: number of leading rows with selected
+        keys; None: all rows. ``around``: the work before and after attention, as graphs; None: eager. The trace has
+        hidden states but no logits. Exceptions of the backend and of ``look`` are passed on.
         """
         rows = batch.input_ids.shape[0]
         contiguous = self.contiguous != other_strides
@@ -347,8 +346,8 @@ class Model:
     def _split(self, packed: torch.Tensor, layer: int, rows: int) -> list[torch.Tensor]:
         """q, k and v [rows, heads, dim] of one layer: views of ``packed`` [rows, L, width], which is contiguous.
 
-        The stride between rows is kept, as a server's ``split`` leaves it. ``view`` would normalize the stride of a
-        single row, and ``contiguous`` never does: kernels have refused it (vLLM #32417).
+        The stride between rows is kept, as by a server's ``split``. ``view`` would normalize the stride of a single
+        row, and ``contiguous`` never does: kernels have refused it (vLLM #32417).
         """
         step, first = len(self.layers) * self._width, layer * self._width
         return [

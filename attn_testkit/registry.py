@@ -1,4 +1,4 @@
-"""Names of backends: short names, ``module:Class``, how they are found, and errors for anything else."""
+"""Names of backends: short names, ``module:Class``, their lookup, and errors for anything else."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def _entry_points() -> Mapping[str, metadata.EntryPoint]:
 
 
 def _refuse_two_of_a_name(name: str) -> None:
-    """Raise ``BackendNotFound`` if a name means two classes: which one is tested would depend on the path."""
+    """Raise ``BackendNotFound`` if a name means two classes: otherwise the import path would decide which one is
+    tested."""
     points = {point.value: point for point in metadata.entry_points(group=GROUP, name=name)}
     if len(points) > 1:
         places = " and ".join(f"{point.value} ({_registered_in(point)})" for point in points.values())
@@ -229,7 +230,7 @@ def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
 
 
 def _how_to_install(error: BaseException) -> str:
-    """Advice if a package is not installed; a missing module of an installed one is a matter of its version."""
+    """Advice if a package is not installed; for a missing module of an installed package its version is the reason."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if not package or package in sys.modules or importlib.util.find_spec(package):
         return ""
@@ -251,7 +252,7 @@ _EMULATION = re.escape(folder_of(CUDA_ON_CPU) or "/nowhere/")
 _MACHINERY = re.compile(
     rf"importlib|<string>|/site-packages/(torch|triton)/|{_KIT}/(\w+\.py|(contract|graphs)/)|{_EMULATION}\w+\.py"
 )
-"""Files whose frames belong to no author: import machinery, torch, the emulation, the contract's refusals."""
+"""Files whose frames do not belong to an author: import machinery, torch, the emulation, the contract's refusals."""
 
 MOST_OF_A_MESSAGE = 1000
 """Longest message, in characters."""
@@ -304,7 +305,7 @@ _OLDER_HOOKS = ("init_forward_metadata_capture_cuda_graph", "init_forward_metada
 
 
 def _wrong_older_hooks(found: type[AttentionBackend], declared: Capabilities) -> str:
-    """The reason why the older pair of graph hooks would not be called, or nothing."""
+    """The reason why the two older graph hooks would not be called, or nothing."""
     from .contract import AttentionBackend, LegacyGraphHooks
 
     def inherits(name: str, owner: type) -> bool:

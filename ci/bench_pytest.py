@@ -29,7 +29,7 @@ from attn_testkit.running.planning.request import Item, Options, Plan, Request
 
 _ID = "decode-gqa4x2-d64-bf16-p16-k15.16.17x2-shuffled-gauss-b4prod-s{}"
 _BACKEND = "bench:{}"
-"""Name of a backend with so many case-runs."""
+"""Name of a backend with this many case-runs."""
 _CONFTEST = """
     import attn_testkit.running.processes.judge_process as judge_process
     judge_process.RUNNER = "bench_pytest"

@@ -3,7 +3,7 @@
     python ci/cost.py
 
 A core file touches a feature if it says one of its words. Core is what an addition must change: the kit without its
-adapters, and without what lies in ``packages/``.
+adapters, and without ``packages/``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ python ci/field_bug_cases.py --most 400 FieldNameOfBug ...
 
 A bug whose case is still one of its tier, and is still caught by its check, stays. For each other one the cases of its
 mode are tried, those first that are most like the old one, until one is caught by the bug's check and passed by its
-parent; its id replaces the old one in the bug's file. Bugs that none of so many cases catches are printed.
+parent; its id replaces the old one in the bug's file. Bugs that none of these cases catches are printed.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _backend(
 @click.option(
     "--places", default=50, show_default=True, type=click.IntRange(0), help="Random keys, in addition to edges."
 )
-@click.option("--edges", default=64, show_default=True, type=click.IntRange(1), help="At most so many edges of splits.")
+@click.option("--edges", default=64, show_default=True, type=click.IntRange(1), help="The most edges of splits.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.pass_context
 def main(

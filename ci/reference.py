@@ -367,7 +367,7 @@ def _row_formats() -> list[str]:
         "Rows of a KV pool whose format is one of these hold numbers and scales. "
         "[Use a KV pool with scales](../how-to/kv-formats.md) shows how to read and write them.",
         "",
-        "| `kv_dtypes` | planes of a row | scales lie | scale of the layer | rows of | model's dtype |",
+        "| `kv_dtypes` | planes of a row | scales are stored | scale of the layer | rows of | model's dtype |",
         "|---|---|---|---|---|---|",
     ]
     for name, each in ROW_FORMATS.items():

@@ -25,7 +25,7 @@ class Request:
     rows: tuple[tuple[str, tuple[int, ...]], ...]
     """Label of each query row, and the new tokens that it sees; each row sees the whole prefix."""
     counted: int
-    """``seq_lens`` of the request: its first so many tokens are counted."""
+    """``seq_lens`` of the request: its first tokens, as many as this number, are counted."""
 
 
 @dataclass(frozen=True)

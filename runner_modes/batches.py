@@ -43,7 +43,7 @@ def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardB
     """Move an eager batch's host tensors to the device; also return the memory that a backend may not write.
 
     Fields that end in ``_cpu`` stay where they are. Memory is fresh for each step: a backend that keeps a tensor of an
-    earlier step goes on reading that step's numbers.
+    earlier step still reads that step's values.
     """
     owners: dict[str, Any] = {"batch.": batch}
     if batch.spec_info is not None:
@@ -69,7 +69,7 @@ Spec = TypeVar("Spec", VerifyInput, DraftExtendInput)
 
 
 def spec_on_device(spec: Spec, device: torch.device) -> Spec:
-    """Move a ``spec_info`` to the device whose tensors exist only for the step, as some of a replay do."""
+    """Move a ``spec_info`` to the device if its tensors exist only for the step, as in some replays."""
     moved: Spec = _moved({"": spec}, device)[0][""]
     return moved
 
@@ -136,7 +136,8 @@ def replay_view(
     spec: SpecInput | None,
     extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """The batch as production servers pass it: a namespace, with attributes missing and some buffers longer than it.
+    """The batch as production servers pass it: a namespace without some attributes, and with some buffers that are
+    longer than the batch.
 
     ``bs``: the bucket's requests, padded ones included; ``width``: N; ``extends``: fields that the mode adds or
     replaces.

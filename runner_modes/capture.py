@@ -34,13 +34,13 @@ from .warm_ups import uneven_warm_ups
 
 @dataclass(frozen=True)
 class Allocated:
-    """A tensor of the backend's that first appeared while a graph was being captured."""
+    """A tensor of the backend that first appeared while a graph was captured."""
 
     path: str
     where: str
     """The bucket, as messages name it."""
     tensor: weakref.ref[torch.Tensor]
-    """Weak reference: the run must not keep memory alive that the backend freed."""
+    """A weak reference, so that the run does not keep memory alive that the backend freed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Bucket:
     given: tuple[Sent, ...]
     """Memory that a replay may not write."""
     poison: tuple[tuple[torch.Tensor, int], ...]
-    """Outputs that a replay overwrites, as integers, and their value before it."""
+    """Outputs that a replay overwrites, as integers, and their value before the replay."""
     allocated: tuple[Allocated, ...]
     warm_up_finite: bool
     """True if no logit of the last warm-up was NaN or Inf."""
@@ -198,7 +198,7 @@ def _capture_bucket(
 
 
 def _poison(trace: Trace, byte: int) -> tuple[tuple[torch.Tensor, int], ...]:
-    """Outputs of the backend and their copies, which everything else of the model is computed from."""
+    """Outputs of the backend and their copies, from which everything else of the model is computed."""
     return tuple(
         poisoned(tensor, byte)
         for tensor in (*trace.raw, *trace.attention, *trace.of_parts, *trace.lse, *trace.of_selections)

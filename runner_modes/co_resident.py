@@ -1,4 +1,4 @@
-"""A co-resident instance, like a draft model next to its target: it runs while this one is at work."""
+"""A co-resident instance, like a draft model next to its target: it runs while the tested instance is at work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .replay import fill_static, label_of, view_of
 
 
 class CoResidentGraphs:
-    """Graphs of a co-resident instance. Their results are not checked, only what they disturb."""
+    """Graphs of a co-resident instance. Their results are not checked, only their effect on the tested instance."""
 
     def __init__(self, graphs: ScheduleGraphs) -> None:
         self._graphs = graphs

@@ -1,4 +1,4 @@
-"""The check that other lengths do not make a backend compile again: more eager steps on the instance of a run."""
+"""The check that new lengths do not make a backend compile again: more eager steps on the instance of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ that a tile divides: if it still compiles in the fifth step, it always does."""
 def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock) -> list[Finding]:
     """Find out if each of ``STEPS`` eager steps that differ only in lengths compiles or tunes something.
 
-    Nothing is run if the run compiled nothing, if its first step is too short, or if slots depend on lengths
+    Nothing is run if the case-run compiled nothing, if its first step is too short, or if slots depend on lengths
     (draft-decode).
     """
     steps = list(_shorter(schedule.steps[0]))
@@ -68,7 +68,7 @@ _CURE = (
 
 
 def _shorter(step: Step) -> Iterator[Step]:
-    """Steps of the same requests with one key less before the step each time, if that is possible."""
+    """Steps of the same requests, each with one key fewer before the step, if that is possible."""
     longest = max((request.prefix for request in step.requests), default=0)
     if longest < STEPS or any(request.draft is not None for request in step.requests):
         return
@@ -79,6 +79,6 @@ def _shorter(step: Step) -> Iterator[Step]:
             slots = request.slots[: prefix + request.new]
             requests.append(replace(request, prefix=prefix, slots=slots, shared=min(request.shared, prefix)))
         name = f"{step.name}, {fewer} keys shorter"
-        label = f"the same requests with {fewer} keys fewer"
+        label = f"the same requests with {fewer} fewer keys"
         # Its numbers are not compared, and no step before it would leave states of these lengths.
         yield replace(step, name=name, label=label, requests=tuple(requests), part_of=None, chunk_of=None, follows=None)

@@ -1,8 +1,8 @@
 """Draft-decode: all forwards of a draft from one plan, each with one row per branch; ``seq_lens`` is only the prefix.
 
 A graph holds all forwards. Values that change between them are computed on the device, as servers do: each branch's
-next token, positions that advance by one in place and are restored, and the slots of a forward, a slice of those of
-the draft. Rows of the trace are those of the forwards in sequence.
+next token, positions that advance by one in place and are restored, and the slots of a forward, a slice of those of the
+draft. The trace has the rows of all forwards in sequence.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _captured_extends(
 
 
 def _fill(harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int) -> None:
-    """Fill slots of all forwards, and replace the rows of all forwards by those of the first."""
+    """Fill slots of all forwards, and replace the rows of all forwards by the rows of the first forward."""
     step, rows, host = staged.step, staged.step.bs * _draft(staged).branches, static.host
     for name, first in _first_forward(staged).items():
         host[name][:rows] = first.numpy()

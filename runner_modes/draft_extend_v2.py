@@ -33,7 +33,7 @@ def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
 
 
 def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
-    """Fields with the list of rows, which a server knows on the host whatever the backend needs."""
+    """Fields with the list of rows, which a server has on the host whatever the backend needs."""
     rows = [request.new for request in staged.step.requests]
     return {**extend_fields(harness, staged), "extend_seq_lens_cpu": rows}
 

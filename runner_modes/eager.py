@@ -39,7 +39,7 @@ def run_eager(
     ran_before: RanBefore = "",
     between: Callable[[], None] | None = None,
 ) -> Observation:
-    """Run one eager step: plan, forward, read back. Memory that the output may get is poisoned first.
+    """Run one eager step: plan, forward, read back. Memory in which the output may be allocated is poisoned first.
 
     ``pattern``: numbers other than the case's. ``label``: name of the step in messages. ``ran_before``: other work on
     the instance. ``between``: work of another instance after the plan and after each layer.
@@ -78,7 +78,7 @@ def _ran(
     label: str,
     between: Callable[[], None] | None,
 ) -> tuple[StagedStep, tuple[Sent, ...], Trace]:
-    """Run a step, after the steps that it continues: what it was given, and what the model computed."""
+    """Run a step, after the steps that it continues. Returns the inputs, and what the model computed."""
     if step.follows is not None:
         _ran(harness, schedule, step.follows, clock, pattern, f"{label}, a step before it", None)
     case, driver = schedule.case, MODE_RUNNERS[schedule.case.mode]
@@ -119,11 +119,10 @@ def _ran(
 def eager_by_turns(
     harness: ServerHarness, steps: Sequence[tuple[Schedule, Step]], clock: Clock, turns: Sequence[str]
 ) -> list[Observation]:
-    """Run a step of each of several modes on one instance, all of them once per entry of ``turns``.
-
-    Each is planned again for the lengths of its own last plan, with other modes' plans between (TensorRT-LLM #13696).
-    Likewise with several widths of one mode. ``turns``: their names in messages. Raises ``RunError`` for whatever the
-    backend raises.
+    """Run a step of each of several modes on one instance, once per entry of ``turns``. Each step is planned again for
+    the lengths of its mode's last plan, with other modes' plans in between (TensorRT-LLM #13696). Several widths of one
+    mode are run in the same way. ``turns``: their names in messages. Raises ``RunError`` for whatever the backend
+    raises.
     """
     before = what_alternates(harness)
     return [
@@ -146,7 +145,7 @@ def batch_of(harness: ServerHarness, staged: StagedStep) -> tuple[ForwardBatch, 
 
 
 def _poison_heap(harness: ServerHarness, rows: int) -> None:
-    """Fill freed blocks of the output's size with NaN, so that an unwritten output row shows."""
+    """Fill freed blocks of the output's size with NaN, so that an unwritten output row is detected."""
     heads = dict.fromkeys((layer.tp_q_head_num, layer.v_head_dim) for layer in harness.context.layers)
     dtypes = harness.context.dtype, torch.float32
     sizes = [rows * count * dim * dtype.itemsize for count, dim in heads for dtype in dtypes]

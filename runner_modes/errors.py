@@ -1,4 +1,4 @@
-"""Errors of a run, and who caused them: everything raised inside ``blame`` comes from the backend."""
+"""Errors of a run and their origin: everything raised inside ``blame`` comes from the backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ContractError(Exception):
     """Raised if a hook or a property returned a value that the contract does not allow."""
 
     site = ""
-    """Empty: the line that noticed it is in the kit, and of no use to an author."""
+    """Empty, because the line that noticed the error is in the kit and does not help an author."""
 
     def __init__(self, message: str, cure: str) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class ContractError(Exception):
 
 
 class NoRoomError(Exception):
-    """Raised if a case takes more memory than the machine has, so that it is not run here."""
+    """Raised if a case needs more memory than the machine has, so that it is not run here."""
 
 
 class ShapeError(Exception):
@@ -52,7 +52,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def no_mode_left() -> Iterator[None]:
-    """Raise ``ContractError`` if a function or dispatch mode is left entered: it would see the caller's calls."""
+    """Raise ``ContractError`` if a function or dispatch mode is left entered: it would intercept the caller's calls."""
     before = _modes()
     yield
     left = [mode for was, now in zip(before, _modes(), strict=True) for mode in now[len(was) :]]
@@ -72,8 +72,8 @@ def blame(phase: str, label: str = "") -> Iterator[None]:
     """Attribute everything raised inside to the backend.
 
     This includes ``SystemExit``: a kernel wrapper that exits would end the caller's program. In the caller's own
-    process a ``KeyboardInterrupt`` may be the user's, and passes. Raises ``RunError`` from the error, and from that
-    of ``no_mode_left``; one from an inner ``blame`` passes unchanged.
+    process a ``KeyboardInterrupt`` may come from the user, so it is not caught. Raises ``RunError`` from the error, and
+    from the error of ``no_mode_left``; a ``RunError`` of an inner ``blame`` passes unchanged.
     """
     try:
         with no_mode_left():

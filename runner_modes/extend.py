@@ -23,7 +23,7 @@ from .step_tensor import StepTensor
 
 
 def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
-    """Fields with both lists: a scheduler cuts the chunks, and knows them on the host whatever the backend needs."""
+    """Fields with both lists: a scheduler cuts the chunks, so the lists are on the host whatever the backend needs."""
     requests = staged.step.requests
     lists = {
         "extend_seq_lens_cpu": [request.new for request in requests],
@@ -33,7 +33,7 @@ def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, A
 
 
 def _fields(static: StaticInputs, bs: int, tokens: int, lens: list[int], prefixes: list[int]) -> dict[str, Any]:
-    """Fields ``extend_*`` of a graph's batch. ``lens``, ``prefixes``: of ``bs`` requests, the padded ones too."""
+    """Fields ``extend_*`` of a graph's batch. ``lens``, ``prefixes``: of ``bs`` requests, padded ones included."""
     return {
         "extend_num_tokens": tokens,
         "extend_seq_lens": static["extend_seq_lens"][:bs],
@@ -47,7 +47,8 @@ def _fields(static: StaticInputs, bs: int, tokens: int, lens: list[int], prefixe
 def _captured_extends(
     harness: ServerHarness, static: StaticInputs, bs: int, width: int, fill: int
 ) -> Mapping[str, Any]:
-    """Give the first requests as many rows as one may have, and no prefix; those for which none is left are padding."""
+    """Give the first requests as many rows as one may have, and no prefix; requests for which no row is left are
+    padding."""
     left, most, lens = bs * width, harness.context.max_extend_tokens, list[int]()
     for _ in range(bs):
         lens.append(min(most, left))
@@ -62,7 +63,7 @@ def _captured_extends(
 
 
 def _share_out(static: StaticInputs, lens: Sequence[int]) -> None:
-    """Fill the rows of the first requests, and none for those after them. Prefixes and first rows follow."""
+    """Give rows to the first requests, and none to those after them. Prefixes and first rows follow from that."""
     host = static.host
     host["extend_seq_lens"][:] = 0
     host["extend_seq_lens"][: len(lens)] = lens
@@ -87,7 +88,7 @@ def _replay_extends(
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
     """Prune to the last row of each request, then run the head, inside the graph.
 
-    A request without rows takes the one before it, and row 0 if there is none.
+    For a request without rows the row before it is used, or row 0 if there is none.
     """
     assert batch.extend_seq_lens is not None
     last = (batch.extend_seq_lens.cumsum(0) - 1).clamp(min=0)

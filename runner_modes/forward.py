@@ -34,7 +34,7 @@ def forward(
     other_strides: bool = False,
     pieces: Pieces | None = None,
 ) -> Trace:
-    """Run all layers in every forward of the mode, and what the mode adds to them. Device work only.
+    """Run all layers in every forward of the mode, and the work that the mode adds. Device work only.
 
     ``between`` is called after each layer, before its output is read. ``other_strides``: see ``Step.turned``.
     ``pieces``: graphs around attention, of at least as many rows.
@@ -91,7 +91,7 @@ def _checked(check: Callable[[Trace], None], between: Callable[[], None], trace:
 
 
 def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> ForwardBatch | None:
-    """The batch of the forward after that of ``trace``; None if it was the last."""
+    """The batch of the forward after ``trace``'s; None if that was the last forward."""
     try:
         return parts.send(trace)
     except StopIteration:
@@ -99,7 +99,7 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
 
 
 def pieces_for(harness: ServerHarness, case: Case, tokens: int, *, other_strides: bool) -> Pieces | None:
-    """Graphs around attention for an eager step of ``tokens`` rows; None if the server has none. May capture them."""
+    """Graphs around attention for an eager step of ``tokens`` rows; None if the server uses none. May capture them."""
     if "piecewise" not in case.variants:
         return None
     rows = Pieces.rows_for(tokens + (PADDED_TOKENS if "padded_tokens" in case.variants else 0))
@@ -110,13 +110,13 @@ def pieces_for(harness: ServerHarness, case: Case, tokens: int, *, other_strides
 
 
 def _has_fewer_selections(harness: ServerHarness) -> bool:
-    """True if the indexer ran before the rows of no request were appended."""
+    """True if the indexer ran before the rows that belong to no request were appended."""
     sparse = harness.capabilities.sparse
     return sparse is not None and sparse.fewer_rows and "padded_tokens" in harness.case.variants
 
 
 def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch:
-    """A batch with extra rows that belong to no request: token 0 at position 0, as servers fill in."""
+    """A batch with extra rows that belong to no request: token 0 at position 0, as in servers."""
     values = {"input_ids": 0, "positions": 0, "out_cache_loc": harness.padding_slot(0)}
     longer: dict[str, Any] = {}
     for name, value in values.items():
@@ -130,12 +130,12 @@ def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch
 
 
 class _Loan:
-    """Poisoned memory for outputs, which shows rows that are not written there, and writes around it."""
+    """Poisoned memory for outputs, in which unwritten rows are detected, and writes around them."""
 
     def __init__(self, harness: ServerHarness, pieces: Pieces | None) -> None:
         self._harness, self._pieces = harness, pieces
         self.beside: list[torch.Tensor] = []
-        """Memory before and after each output, [rows, Hq, Dv] each: a server has other rows there."""
+        """Memory before and after each output, [rows, Hq, Dv] each: a server stores other rows there."""
 
     def __call__(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         harness, heads, dim = self._harness, layer.tp_q_head_num, layer.v_head_dim

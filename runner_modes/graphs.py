@@ -27,12 +27,12 @@ from .options import RunOptions
 from .replay import fill_static, replay, view_of
 
 _OVERSIZED_AFTER = 1
-"""The replay after which an eager batch larger than any graph is run."""
+"""Index of the replay after which an eager batch larger than any graph is run."""
 
 
 @dataclass(frozen=True)
 class AllocatedInCapture:
-    """Memory that the backend first held while a graph was being captured: it belongs to that graph."""
+    """Memory that the backend first held while a graph was captured, so it belongs to that graph."""
 
     path: str
     """Attributes from the backend on, such as ``_plans[4].lens``."""
@@ -42,17 +42,17 @@ class AllocatedInCapture:
 
 @dataclass(frozen=True)
 class GraphRun:
-    """Results of a graph run. Plain data: it keeps no graph and no memory of the backend alive."""
+    """Results of a graph run. It is plain data and keeps no graph and no memory of the backend alive."""
 
     observed: tuple[tuple[Schedule, Observation], ...]
     """Replays and eager steps, in the order of their messages: a step that ran eagerly right after its replay comes
-    before it, and one that ran before there were graphs comes last."""
+    before the replay, and a step that ran before any capture comes last."""
     fill: int
     """Value of ``seq_lens`` for padded requests: 0 or 1."""
     not_finite_in_warm_up: tuple[Schedule, ...] = ()
     """Schedules with NaN or Inf in the logits of a warm-up, in which every ``seq_lens`` is ``fill``."""
     uneven_warm_ups: tuple[str, ...] = ()
-    """Places in which a warm-up gave other bits than the first of the same plan."""
+    """Places in which a warm-up gave different bits from the first of the same plan."""
     written_at_capture: tuple[int, ...] = ()
     """Slots outside page 0 that warm-ups and captures wrote, although every ``out_cache_loc`` is 0; ascending."""
     allocated_in_capture: tuple[AllocatedInCapture, ...] = ()
@@ -64,7 +64,7 @@ class GraphRun:
     memory: Mapping[str, int] = field(default_factory=dict)
     """Facts of device memory, as in ``CaseResult.memory``. Empty if options were given."""
     unbounded: tuple[Finding, ...] = ()
-    """Finding of a replay that takes more memory each time."""
+    """Finding of a replay that allocates more memory each time."""
 
     def replay_of(self, step: Step) -> Observation | None:
         """The replay of a step; None if the run had none."""
@@ -72,9 +72,10 @@ class GraphRun:
 
 
 def in_graphs(schedules: Sequence[Schedule], declared: Capabilities) -> list[Schedule]:
-    """Schedules of a run that are captured: the first, and those of modes that are declared for graphs.
+    """Schedules of a run that are captured: the first, and schedules of modes that are declared for graphs.
 
-    With a slot for each node of a draft only the first: vLLM captures no step that is narrower than a draft.
+    With a slot for each node of a draft only the first schedule is captured: vLLM captures no step that is narrower
+    than a draft.
     """
     first = schedules[0]
     others = [] if first.case.by_slots else schedules[1:]
@@ -94,13 +95,14 @@ def run_graphs(
     Only schedules ``in_graphs`` are captured; steps of the others run eagerly after the replays, then replays again.
 
     ``co_resident``: a co-resident instance with its own pool, like a draft model next to its target, and its schedule.
-    It captures graphs too, and plans and replays one whenever this one is between planning and replaying its first
-    schedule, and again before the replay's results are read. If ``instances_run_at_once`` is declared, it has a memory
-    pool of its own, and another of its graphs runs on another stream, at once with the replay.
+    The co-resident instance captures graphs too, and plans and replays one whenever the tested instance is between
+    planning and replaying its first schedule, and again before the replay's results are read. If
+    ``instances_run_at_once`` is declared, it has its own memory pool, and another of its graphs runs on another stream
+    at the same time as the replay.
 
     Eager steps run on the same instance, right after their replay; and a batch that is larger than any graph is run
-    between replays. In half of the cases one comes before there are graphs: a small one, so that what grows on demand
-    still grows under the graphs. A mode that is not declared in eager has none of these.
+    between replays. In half of the cases a small eager step comes before any capture, so that buffers which grow on
+    demand still grow under the graphs. A mode that is not declared in eager mode has no eager steps.
 
     Raises ``RunError`` for whatever the backend raises.
     """
@@ -227,21 +229,21 @@ def _modes_by_turns(
 ) -> _Observed:
     """Run the last step of each mode again: eager steps of all modes, then replays of all, then the eager ones again.
 
-    Every plan is then made for the lengths of the same mode's last one, with plans of other modes between, and the
-    first eager one for those of the last eager one, with replays between (TensorRT-LLM #13696).
+    Every plan is then made for the lengths of the same mode's last plan, with plans of other modes in between, and the
+    first eager plan for the lengths of the last eager one, with replays in between (TensorRT-LLM #13696).
     """
     harness, what = graphs[0].harness, what_alternates(graphs[0].harness)
     supported = [each for each in schedules if each.case.mode in harness.capabilities.eager]
     eager = [(each, last_live(each)) for each in supported]
     with clock.phase("setup"):
         canaries = churn()
-    before = eager_by_turns(harness, eager, clock, ("behind all replays",))
+    before = eager_by_turns(harness, eager, clock, ("after all replays",))
     replays = []
     for each in reversed(graphs):
         again = replay(each, last_live(each.schedule), canaries, clock, options).observed
         replays.append(replace(again, label=f"{again.label}, again, {what} in turn"))
     # The last of the eager plans first: only replays were planned since, the last of another mode.
-    after = eager_by_turns(harness, eager[::-1], clock, (f"behind replays of all {what}",))
+    after = eager_by_turns(harness, eager[::-1], clock, (f"after replays of all {what}",))
     return [(seen.schedule, seen) for seen in (*before, *replays, *after)]
 
 

@@ -1,7 +1,6 @@
-"""The greedy-equivalence loop: extend, draft, verify, round after round on one instance, on KV of earlier stages.
-
-The target's KV and the draft's are in one pool, in different slots. There is one model, so that its drafts would all be
-accepted; tokens of a draft are altered in between, so that any number of them is accepted. Decoding is greedy.
+"""The greedy-equivalence loop: extend, draft, verify, round after round on one instance, on KV of earlier stages. The
+target's and the draft's KV are in one pool, in different slots. Target and draft are one model, so all drafts would be
+accepted; tokens of a draft are altered so that any number of them is accepted. Decoding is greedy.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .loop_stages import LoopServer, Rows, StageResult, graphs_of, make_model
 
 @dataclass
 class _Talk:
-    """One request: its tokens, and how far its KV goes."""
+    """One request: its tokens, and the number of tokens that have KV."""
 
     tokens: list[int]
     verified: int
@@ -61,7 +60,7 @@ class _Server(LoopServer):
 
 
 def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in_graphs: bool) -> GeneratedTokens:
-    """Run all rounds. ``harness``: fresh, made of ``loop.schedules``. Raises ``RunError``."""
+    """Run all rounds. ``harness``: a fresh one for ``loop.schedules``. Raises ``RunError``."""
     words = make_vocabulary(case)
     harness.model = make_model(harness, words)
     harness.follow = lambda ids, trace: _ranked(harness, ids, trace)

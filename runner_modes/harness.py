@@ -63,7 +63,7 @@ class StagedStep:
     slots: int
     """Slots of the KV pool that the schedule uses, page 0 included."""
     due: npt.NDArray[np.int64] = field(repr=False)
-    """Slots that the step may write, its own and the first of page 0, [n] ascending."""
+    """Slots that the step may write: those of its tokens and the first of page 0, [n] ascending."""
     due_on_device: torch.Tensor = field(repr=False)
     """Slots of ``due`` in device memory that the backend does not get."""
     table: Sent = field(repr=False)
@@ -86,7 +86,7 @@ def mode_of(harness: ServerHarness, schedule: Schedule) -> str:
 
 
 def what_alternates(harness: ServerHarness) -> Literal["modes", "widths"]:
-    """Name of what differs between the schedules of an instance, in messages: ``modes`` or ``widths``."""
+    """Name of the property in which the schedules of an instance differ, in messages: ``modes`` or ``widths``."""
     return "widths" if harness.context.draft_widths else "modes"
 
 
@@ -178,7 +178,7 @@ def _pool(
 
 
 def _most_keys(schedules: Sequence[Schedule], columns: int, dialect: Dialect) -> int:
-    """``max_context_len`` of a server with these conventions, whose request table has so many columns."""
+    """``max_context_len`` of a server with these conventions, whose request table has this number of columns."""
     if dialect.context_len == "all" or not all(schedule.case.draft_width for schedule in schedules):
         return columns
     steps = (step for each in schedules for step in (*each.steps, each.second, each.oversized))
@@ -196,7 +196,7 @@ def _reserved_memory(context: BackendContext) -> Iterator[torch.Tensor]:
 
 
 class ServerHarness:
-    """One backend instance and everything it may touch, for one or several schedules (modes) that share it."""
+    """One backend instance and all memory that it may touch, for one or several schedules (modes) that share it."""
 
     def __init__(
         self,
@@ -212,12 +212,12 @@ class ServerHarness:
 
         ``schedules``: they differ only in what belongs to their modes; the first one's case decides dtypes, page size
         and layers. ``unowned``: contents of unowned slots, NaN, or a number to find out where a NaN came from.
-        ``fill``: byte of outputs before they are written. ``declared``: the capabilities that the judge knows; None for
-        those of the class.
+        ``fill``: byte of outputs before they are written. ``declared``: the capabilities that the judge received; None
+        for those of the class.
         """
         self.device, self.unowned, self.fill = device, unowned, fill
         self.deliver: Callable[[Observation], Observation] = lambda observed: observed
-        """Function that gets every observation at once, also in a run that then breaks off."""
+        """Function that receives every observation as soon as it is made, also in a run that breaks off later."""
         self.captured: Callable[[], None] = lambda: None
         """Function that is called when all graphs are captured."""
         self.compiled: list[str] = []
@@ -233,7 +233,8 @@ class ServerHarness:
         layers = tuple(layer.to(device) for layer in self.family.layers(self.case))
         self.capabilities = backend_class.capabilities if declared is None else declared
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
-        """Function saved before the backend is constructed: one that replaces it could avoid replaying its graph."""
+        """Function saved before the backend is constructed: a backend that replaces it could avoid replaying its
+        graph."""
         own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
         context = with_states(context_for(schedules, device, layers, own_layout), schedules)
         requests, columns = context.req_to_token.shape
@@ -264,7 +265,7 @@ class ServerHarness:
     def _next_rows(self, ids: torch.Tensor, trace: Trace) -> torch.Tensor:
         """Advance each branch to its next row of the model's table.
 
-        Padded rows may be anywhere in it: those at its end, and those of NaN, stay where they are.
+        Padded rows may be anywhere in the table; the index of a row at its end, or of a NaN row, does not change.
         """
         return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
 
@@ -294,7 +295,7 @@ class ServerHarness:
         return np.stack([found[table] for found, table in zip(maps, tables, strict=True)])
 
     def padding_slot(self, turn: int) -> int:
-        """KV slot of padded rows: each that the backend takes, in turn; at capture it is turn 0."""
+        """KV slot of padded rows: each that the backend supports, in turn; a capture is turn 0."""
         slots = sorted(self.capabilities.server.padding_slots, reverse=True)
         return slots[turn % len(slots)]
 
@@ -316,7 +317,7 @@ class ServerHarness:
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> StagedStep:
         """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
 
-        The pool stays as it is for a step that continues the one that ran last.
+        The pool does not change for a step that continues the last step.
 
         ``pattern``: numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``).
         """

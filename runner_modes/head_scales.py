@@ -1,4 +1,4 @@
-"""Scales of KV heads that a server changes in place: those of a step, and those that graphs are captured with."""
+"""Scales of KV heads that a server changes in place: scales of a step, and scales with which graphs are captured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attn_testkit.watches.uploads import upload
 
 
 def load_head_scales(layers: Sequence[AttentionLayer], scales: torch.Tensor | None) -> None:
-    """Store ``scales`` [2, L, 1, 1, Hk, 1] float64 in the memory that layers have for them; None: 1, as at capture."""
+    """Store ``scales`` [2, L, 1, 1, Hk, 1] float64 in the memory of the layers; None: 1, as at capture."""
     for place, layer in enumerate(layers):
         for part, held in enumerate((layer.k_head_scales, layer.v_head_scales)):
             if held is None:

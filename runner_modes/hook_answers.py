@@ -1,7 +1,7 @@
 """Hooks of a backend other than planning: each result is guarded, and compared with the contract.
 
-A property that raises, or that returns a value which the contract does not allow, is a mistake of the backend, and must
-be reported as one: all of these raise ``RunError``, from the backend's error or from a ``ContractError``.
+A property that raises, or that returns a value which the contract does not allow, is a mistake of the backend and must
+be reported as one: all functions here raise ``RunError``, from the backend's error or from a ``ContractError``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _ALLOCATE = (
 
 
 def _mask_complaints(owned: object, harness: ServerHarness, width: int) -> Iterator[tuple[str, str]]:
-    """List what is wrong with a mask buffer, and what to do; a later entry applies only without the earlier ones."""
+    """List what is wrong with a mask buffer, and what to do; a later entry applies only if no earlier one does."""
     if not isinstance(owned, VerifyMask):
         method = callable(owned) and not isinstance(owned, torch.Tensor)
         found = "is a method" if method else f"gave a {type(owned).__name__}"

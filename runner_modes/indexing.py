@@ -1,7 +1,7 @@
 """The indexer: its numbers on the device, its pool before and after a step, and a wrapper between model and backend.
 
-To the model ``WithIndexer`` is a backend. It has the backend store index keys and select, as the indexer of a server's
-layer does before attention. Device work only, so all of it may be captured.
+``WithIndexer`` is a backend to the model. It makes the real backend store index keys and select, as the indexer of a
+server's layer does before attention. Device work only, so all of it may be captured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .returned import check_returned
 
 _WEIGHT_BYTES = 4
 _FINITE = 0x3C
-"""Byte of rows that no step has filled: graphs are captured on token 0."""
+"""Byte of rows that no step has filled; graphs are captured on token 0."""
 
 
 def index_pool_for(
@@ -77,7 +77,7 @@ def _copy_slots(source: torch.Tensor, slots: torch.Tensor, target: torch.Tensor,
 
 
 class _Spread:
-    """The slots of a schedule in an index pool that is mostly unused; the rest of it is never touched."""
+    """The slots of a schedule in an index pool that is mostly unused; the rest of the pool is never touched."""
 
     def __init__(self, context: BackendContext, schedule: Schedule) -> None:
         assert context.index_pool is not None
@@ -91,15 +91,14 @@ class _Spread:
         self._nan, self._held = (torch.full(shape, 0xFF, dtype=torch.uint8, device=context.device) for _ in range(2))
 
     def fill(self, before: torch.Tensor | None) -> None:
-        """Fill the slots with ``before`` [layers, pages, 64 * 132], as the schedule numbers them, or NaN.
-
-        Those next to them, as far as a tile of keys reaches, hold NaN.
+        """Fill the slots with ``before`` [layers, pages, 64 * 132], as the schedule numbers them, or NaN. Neighboring
+        slots, as far as a tile of keys reaches, hold NaN.
         """
         _copy_slots(self._nan, self._around * 0, self._memory, self._around)
         _copy_slots(self._nan if before is None else before, self._slots, self._memory, self._places)
 
     def held(self) -> torch.Tensor:
-        """[layers, pages, 64 * 132]: what the slots hold, as the schedule numbers them. Valid until the next call."""
+        """[layers, pages, 64 * 132]: contents of the slots, as the schedule numbers them. Valid until the next call."""
         _copy_slots(self._memory, self._places, self._held, self._slots)
         return self._held
 
@@ -153,7 +152,7 @@ class IndexWatch:
         return ((held.reshape(-1), held.numel()),)
 
     def changes(self, now: Bytes) -> list[Piece]:
-        """Places of the bytes that a step changed, and what they hold; ``now``: those of ``look``, on the host."""
+        """Places of the bytes that a step changed, and their values; ``now``: the bytes of ``look``, on the host."""
         at = np.flatnonzero(now != self._before.numpy().reshape(-1))
         held = now[at]
         return [
@@ -181,10 +180,10 @@ def _packed(data: IndexData) -> torch.Tensor:
 
 
 class WithIndexer:
-    """A backend that selects the keys that it attends, for one forward of the model."""
+    """A backend that selects the keys to which it attends, for one forward of the model."""
 
     def __init__(self, harness: Any, indexer: Indexing, attends: Attends) -> None:
-        """``attends``: the backend, or a wrapper of it, which gets the selections."""
+        """``attends``: the backend, or a wrapper of it, that receives the selections."""
         self._harness, self._indexer, self._attends = harness, indexer, attends
         self._last: torch.Tensor | None = None
         self._copies: dict[int, torch.Tensor] = {}
@@ -227,5 +226,5 @@ class WithIndexer:
         return result
 
     def leave_in(self, trace: Trace) -> None:
-        """Add what was selected to the trace of the forward."""
+        """Add the selections to the trace of the forward."""
         trace.selections, trace.of_selections = self._copies, self._returned

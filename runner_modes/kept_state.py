@@ -13,11 +13,11 @@ from .harness import ServerHarness
 class KeptState:
     """Contents of a backend's device tensors before anything was captured.
 
-    Those that it made later, as at the first forward, are taken to begin as zeros.
+    Tensors that appear later, as at the first forward, are assumed to begin as zeros.
     """
 
     def __init__(self, harness: ServerHarness, only: str = "") -> None:
-        """``only``: path of the one tensor to restore; empty for all."""
+        """``only``: path of the only tensor to restore; empty for all."""
         self._harness, self._only = harness, only
         self._before = {path: (tensor, tensor.clone()) for path, tensor in self._held().items()}
         self._planned: dict[str, torch.Tensor] = {}
@@ -38,7 +38,7 @@ class KeptState:
                     tensor.copy_(value)
 
     def between(self) -> None:
-        """Compare what a replay changes. Called after its plan, and after its graph."""
+        """Note the tensors that a replay changes. Called after its plan, and after its graph."""
         self._calls += 1
         torch.cuda.synchronize()
         held = self._held()

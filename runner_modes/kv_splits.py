@@ -1,7 +1,8 @@
 """KV splits: a wrapper between the model and a backend that returns log-sum-exps.
 
-To the model it is a backend. It calls the backend for each split of a request's keys, as a server with a cached prefix
-or with context-parallel ranks does, and merges the results. Device work only, so all of it may be captured.
+The wrapper is a backend to the model. It calls the real backend for each split of a request's keys, as a server with a
+cached prefix or with context-parallel ranks does, and merges the results. Device work only, so all of it may be
+captured.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .returned import check_returned
 def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str) -> torch.Tensor:
     """Merge KV splits as a server does: [T, Hq, Dv] in their dtype, weighted by the exponentials, in float32.
 
-    ``outs``: [T, Hq, Dv] each; ``lses``: [T, Hq] each, in ``base``. A weight of 0 is multiplied like any other, so an
-    empty split's NaN gets through. Rows without a key in any split are zeros.
+    ``outs``: [T, Hq, Dv] each; ``lses``: [T, Hq] each, in ``base``. A weight of 0 is multiplied like any other, so NaN
+    of an empty split reaches the result. Rows without a key in any split are zeros.
     """
     lse = torch.stack(list(lses)).float() * (math.log(2) if base == "2" else 1.0)
     top = lse.amax(0)

@@ -19,8 +19,8 @@ def looked_at(harness: ServerHarness, phase: str, label: str, no_waits: bool, ca
 
     Compilations and tunings in it are noted in ``harness.compiled``.
 
-    A compiler or tuner that was imported only in the call, or that nothing announces, is refused if it waits. A call
-    that raised inside of one is therefore repeated: first unwatched, so that it can compile, and then watched.
+    A compiler or tuner that was first imported in the call, or that the kit does not know, is refused if it waits. A
+    call that raised inside of one is therefore repeated: first unwatched, so that it can compile, and then watched.
     """
     worked = harness.compiled.append
     try:

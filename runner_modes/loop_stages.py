@@ -1,6 +1,6 @@
 """One stage of a greedy-equivalence loop: a batch of any mode on the loop's instance, eager or by its graph.
 
-Memory is not loaded before a stage: it holds what the stages before it left.
+Memory is not loaded before a stage: it holds the results of earlier stages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StatesOfStage:
     lists: np.ndarray[tuple[int, int], np.dtype[np.int64]]
     """[bs, 1], or with rollback ``slots`` [bs, N]."""
     taken: tuple[int, ...]
-    """Place in its list, from 1 on, of the slot that holds the state of each request."""
+    """Place of the slot that holds the state of each request, in the list of the request, from 1 on."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StageResult:
     """Results of a stage, on the host."""
 
     logits: Rows
-    """[R, vocab]: those of the rows that the mode returns."""
+    """[R, vocab]: logits of the rows that the mode returns."""
     attention: Rows
     """[T, L, Hq * Dv]: attention outputs of all live rows."""
     staged: StagedStep
@@ -111,7 +111,7 @@ def graphs_of(
 
 
 def make_model(harness: ServerHarness, words: Vocabulary) -> Model:
-    """A model whose table has a row for each word, and one of NaN."""
+    """A model whose table has a row for each word, and one row of NaN."""
     layers, device = harness.context.layers, harness.device
     shape = VOCAB + 1, len(layers), row_width(layers, harness.context.dtype)
     table = torch.full(shape, torch.nan, dtype=harness.context.dtype, device=device)
@@ -143,7 +143,7 @@ def _replay(server: LoopServer, mode: ForwardMode, staged: StagedStep) -> tuple[
 
 
 def _loaded(schedule: Schedule, step: Step, ids: Sequence[int], states: StatesOfStage | None) -> StagedStep:
-    """A step whose memory and request table exist already, and are not checked after it."""
+    """A step whose memory and request table exist already and are not checked afterwards."""
     none = np.zeros(0, np.uint8)
     return StagedStep(
         schedule, step, _numbers(step, states), 0, none.view(np.int64), torch.zeros(0), Sent((), none, none), none,

@@ -1,4 +1,4 @@
-"""The check that a backend does not take more device memory at every step: repeats on the instance of a run."""
+"""The check that a backend does not need more device memory at every step: repeats on the instance of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from .memory_use import allocated
 
 REPEATS = 16
 """Number of repeats of one step that must all leave more memory allocated. A ring of the last steps' tensors, and a
-buffer that grows to its largest size, stop growing before that."""
+buffer that grows to its largest size, stop growing earlier."""
 
 
 def memory_bounded(
     harness: ServerHarness, clock: Clock, again: Callable[[], object]
 ) -> tuple[Mapping[str, int], tuple[Finding, ...]]:
-    """Repeat a step that the instance has run, until it takes no more memory.
-
-    ``again`` runs the step. Returns the facts of the instance, and a finding if each of ``REPEATS`` repeats took more.
+    """Repeat a step that the instance has run, until it allocates no more memory. ``again`` runs the step. Returns the
+    facts of the instance, and a finding if each of ``REPEATS`` repeats allocated more.
     """
     facts = dict(harness.memory.facts)
     grown: list[int] = []
@@ -73,7 +72,8 @@ def _after_collection() -> int:
 
 
 def _lines() -> dict[int, str]:
-    """Line that allocated the memory at each address in use. The emulation notes lines; a GPU has empty texts."""
+    """Line that allocated the memory at each address in use. The emulation records lines; on a GPU the texts are
+    empty."""
     found = {}
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call, unused-ignore]
     for block in (block for segment in segments for block in segment["blocks"]):

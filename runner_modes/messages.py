@@ -27,7 +27,7 @@ class Described:
     broken_packages: tuple[tuple[str, str], ...] = ()
     """Requirement and reason of packages that are installed and cannot be imported."""
     notes: tuple[str, ...] = ()
-    """Remarks for the header of a run: those of the backend, and changes in the process by importing a server."""
+    """Remarks for the header of a run: remarks of the backend, and changes in the process by importing a server."""
     source: Mapping[str, str] = field(default_factory=dict)
     """``file`` and ``sha256`` of the backend's module, and its Triton ``kernels``; empty without a file."""
 
@@ -94,7 +94,7 @@ class RunRecord:
     not_finite_in_warm_up: tuple[int, ...] = ()
     """Indices of schedules with NaN or Inf in the logits of a warm-up."""
     uneven_warm_ups: tuple[str, ...] = ()
-    """Places in which a warm-up gave other bits than the first of the same plan."""
+    """Places in which a warm-up gave different bits from the first of the same plan."""
     written_at_capture: tuple[int, ...] = ()
     """Slots outside page 0 that warm-ups and captures wrote."""
     allocated_in_capture: tuple[tuple[str, str], ...] = ()

@@ -44,7 +44,7 @@ class ModeRunner:
 
     mode: ForwardMode
     eager_spec: Callable[[ServerHarness, StagedStep], SpecInput | None]
-    """Function (harness, loaded): ``spec_info`` of the live batch, on the host: a batch is sent in one transfer."""
+    """Function (harness, loaded): ``spec_info`` of the live batch, on the host: the batch is sent in one transfer."""
     eager_extends: Callable[[ServerHarness, StagedStep], Mapping[str, Any]]
     """Function (harness, loaded): the ``extend_*`` fields of the live batch, on the host."""
     captured_spec: Callable[[ServerHarness, StaticInputs, int, int], SpecInput | None]
@@ -56,14 +56,15 @@ class ModeRunner:
     finish: Callable[[ServerHarness, Trace, ForwardBatch, int], None]
     """Function (harness, trace, batch, topk): the work after the layers; recorded in the graph."""
     returned_rows: Callable[[StagedStep, int], Rows]
-    """Function (loaded, bs): live rows among those that ``finish`` made of ``bs`` requests. The mode returns these."""
+    """Function (loaded, bs): live rows among those that ``finish`` computed for ``bs`` requests. The mode returns
+    these."""
     captured_extends: Callable[[ServerHarness, StaticInputs, int, int, int], Mapping[str, Any]] = _none
     """Function (harness, static, bs, width, fill): ``extend_*`` and other fields of a bucket's dummy batch that differ
     from those of ``fill`` keys per request. Fills the static buffers that it names."""
     replay_extends: Callable[[ServerHarness, StaticInputs, StagedStep, int, int], Mapping[str, Any]] = _none
     """Function (harness, static, loaded, bs, fill): ``extend_*`` and other fields of the replay view that differ."""
     forwards: Callable[[ServerHarness, ForwardBatch], Generator[ForwardBatch, Trace, None]] = _once
-    """Generator (harness, batch): a batch for each forward of the model that one plan covers; it is sent the trace of
-    each. Device work only."""
+    """Generator (harness, batch): a batch for each forward of the model that one plan covers; the trace of each forward
+    is sent to it. Device work only."""
     live_rows: Callable[[StagedStep, int], Rows] = every_token
-    """Function (loaded, bs): indices of the step's rows among those of all forwards, each of ``bs`` requests."""
+    """Function (loaded, bs): indices of the step's rows among the rows of all forwards, each of ``bs`` requests."""

@@ -175,8 +175,8 @@ def _rows(produced: Readable, found: Bytes, rows: Rows) -> Piece:
 def _padding_must_be_finite(harness: ServerHarness, staged: StagedStep, *, replay: bool) -> bool:
     """True if the backend declares it, and the inputs of all rows of no request are finite.
 
-    They are not if the rows are NaN, or have stale slots, which may be unowned by now; if padding is not stored, and a
-    padded request attends page 0 as it was, or has more keys than slot 0, which is all that is stored; or if the rows
+    They are not finite if the rows are NaN, or have stale slots, which may be unowned by now; if padding is not stored
+    and a padded request attends to page 0 as it was, or has more keys than slot 0, the only stored one; or if the rows
     select any keys. The kit merges KV splits itself.
     """
     declared, step = harness.capabilities, staged.step
@@ -185,14 +185,14 @@ def _padding_must_be_finite(harness: ServerHarness, staged: StagedStep, *, repla
     if declared.sparse is not None and declared.sparse.any_padding:
         return False
     case = staged.schedule.case
-    # Rows of target-verify see the drafts behind seq_lens, too: page 0 of a page table has more keys than slot 0.
+    # Rows of target-verify see the drafts after seq_lens, too: page 0 of a page table has more keys than slot 0.
     one_key = case.mode is not ForwardMode.TARGET_VERIFY or case.page_size == 1
     stored = harness.padding_slot(step.index) == 0 and one_key
     return not replay or (step.padding not in ("nan", "stale") and (stored or harness.pads_with_nothing))
 
 
 def _of_no_request(produced: Readable, found: Bytes, live: Rows) -> Iterator[Piece]:
-    """Flags of the rows of no request, [n] bool: True for finite ones. Nothing if there are no such rows."""
+    """Flags of the rows that belong to no request, [n] bool: True for finite ones; None if there are no such rows."""
     of_none = np.ones(produced.shape[0], dtype=np.bool_)
     of_none[live] = False
     if of_none.any():

@@ -1,4 +1,4 @@
-"""Options of a graph run: the defaults are for evaluation, the others find out why a replay is wrong."""
+"""Options of a graph run: the defaults are for evaluation; other values find out why a replay is wrong."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The settings of one graph run. Diagnosis changes them on a fresh instance, one question per run."""
+    """The settings of one graph run. Diagnosis changes the options on a fresh instance, one question per run."""
 
     pattern: str | None = None
     """Numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``). Question: which KV tokens did
     a row attend to, and whose result does it hold?"""
     poison_allocated: bool = True
     """Poison memory that the backend allocated while a graph was captured, before every replay: a graph must write it
-    before it reads it. With False, diagnosis asks whether the replay is right if that memory keeps its numbers."""
+    before it reads it. False: diagnosis asks whether the replay is right if that memory keeps its contents."""
     watch_replaced: bool = False
     """Compare the backend's tensors before and after each plan for a replay. Question: which of them did it replace?"""
     copy_into_replaced: bool = False
@@ -31,14 +31,16 @@ class RunOptions:
     """Capture with the inputs of the schedule's first step instead of a dummy batch. Question: is its replay right
     then, so that the graph keeps a value of its capture?"""
     most_programs: tuple[int, int] | None = None
-    """Axis of a launch's grid, and number of programs that emulated Triton kernels have there at most. Question: is the
-    step right then, so that programs that belong to nobody spoil it?"""
+    """Axis of a launch's grid, and the most programs that emulated Triton kernels have along it. Question: does the
+    step pass then? If so, programs without a request spoil it."""
     contiguous_heads: bool = False
     """Make heads of new k and v contiguous even with ``takes_strided_heads``. Question: is the step right then?"""
     pools_anywhere: bool = False
-    """Allocate pools as usual if they lie across a multiple of 4 GiB. Question: is the step right then?"""
+    """Allocate pools as usual even if the case puts them across a multiple of 4 GiB. Question: is the step right
+    then?"""
     nothing_behind: bool = False
-    """End the memory of q, k and v with the last row, where rows of NaN follow. Question: is the step finite then?"""
+    """End the memory of q, k and v with the last row; otherwise rows of NaN follow. Question: is the step finite
+    then?"""
     programs_in_order: bool = False
     """Run programs of a Triton kernel in the order of their numbers, and side streams at once, as in eager runs.
     Question, where the device is emulated: is the graph right then, so that the result depends on the order?"""

@@ -1,11 +1,11 @@
-"""Planning the next step while the device is still busy with this one, as servers do that overlap the two.
+"""Planning the next step while the device is still busy with this one, as servers with overlap scheduling do.
 
 SGLang's and vLLM's schedulers plan step n + 1 once they have the results of step n - 1. So the device may not have
-begun with step n, and has not even made the copies of its plan: a backend that refills their source buffer gives step n
-the next step's numbers (TensorRT-LLM #15546, rtp-llm #1192).
+begun step n, nor even the copies of its plan: a backend that refills the source buffer of these copies gives step n the
+next step's values (TensorRT-LLM #15546, rtp-llm #1192).
 
-Nor does the scheduler's stream wait for the model's: if only plans read the request table, it writes the rows of the
-next step as soon as a plan is made (SGLang #31270).
+The scheduler's stream does not wait for the model's either: if only plans read the request table, it writes the rows of
+the next step as soon as a plan is made (SGLang #31270).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def next_of(staged: StagedStep, pattern: str | None = None) -> StagedStep:
 
 
 def table_writes(harness: ServerHarness, staged: StagedStep) -> Callable[[], AbstractContextManager[None]]:
-    """Prepare the server's writes of the request table. Call the result after the plan: around the forward or the
-    replay, the step's rows lead to slot 0, which is poison.
+    """Prepare the server's writes to the request table. Call the returned function after the plan: around the forward
+    or the replay, the step's rows lead to slot 0, which is poison.
 
-    Nothing is written for a backend whose forwards may read the table, or if no step is planned ahead. Raises what the
-    emulation raises for a table that is still read.
+    Nothing is written for a backend whose forwards may read the table, or if no step is planned ahead. Raises the
+    emulation's error for a table that is still read.
     """
     if not (harness.capabilities.server.takes_rewritten_table and plans_ahead(staged)):
         return nullcontext

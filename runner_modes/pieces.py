@@ -1,7 +1,8 @@
 """Pieces of the model between attention layers, as graphs (piecewise graphs of SGLang and vLLM).
 
 A piece has a fixed number of rows. Attention runs eagerly on the first of them: q, k and v are slices of the graph's
-memory, which the next step has too, and the rows behind hold NaN. An output goes into memory that the next piece reads.
+memory, which the next step reuses, and the rows after them hold NaN. An output is written to memory that the next piece
+reads.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from attn_testkit.model import Around, Model
 _ALIGNMENT = 512
 """Alignment of an allocator's memory in bytes, for which kernels may be compiled."""
 _FEWEST = 16
-"""Rows of the smallest pieces; the others have twice as many each."""
+"""Rows of the smallest pieces; each larger size has twice as many."""
 
 
 class MemoryOfOutputs:
-    """Memory for the output of a layer, [rows, Hq, Dv], with poisoned memory before it and behind it."""
+    """Memory for the output of a layer, [rows, Hq, Dv], with poisoned memory before and after it."""
 
     def __init__(self, heads: int, dim: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._beside = _ALIGNMENT // math.gcd(_ALIGNMENT, heads * dim * dtype.itemsize)
@@ -34,7 +35,7 @@ class MemoryOfOutputs:
         """Tensor [rows, Hq, Dv]."""
 
     def lend(self, rows: int, byte: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Poison everything; return the first ``rows``, and the memory before and behind them."""
+        """Poison everything; return the first ``rows``, and the memory before and after them."""
         memory, value = poisoned(self._whole, byte)
         memory.fill_(value)
         behind = self._whole[self._beside + rows :]
@@ -74,7 +75,7 @@ class Pieces(Around):
         return max(_FEWEST, 1 << (tokens - 1).bit_length()) if tokens else _FEWEST
 
     def load(self, ids: torch.Tensor) -> None:
-        """Take the ids of a step's rows; all other rows are NaN."""
+        """Store the ids of a step's rows; all other rows are NaN."""
         self._tokens = len(ids)
         self._static_ids[: len(ids)] = ids
         self._static_ids[len(ids) :] = self.model.nan_row

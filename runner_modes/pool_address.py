@@ -1,8 +1,6 @@
-"""The addresses of pools: some of ordinary size lie across a multiple of 4 GiB.
-
-A large server's pool always has such a place in it, and a small pool of a test almost never. Below it and from it on,
-addresses differ in their upper words: a kernel that adds an offset to the lower one, or compares lower words, is wrong
-only there.
+"""The addresses of pools: some pools of ordinary size are placed across a multiple of 4 GiB. The pool of a large server
+always contains such an address, the small pool of a test almost never. Addresses below and above it differ in their
+upper words: a kernel that adds an offset to the lower word, or compares lower words, is wrong only there.
 """
 
 from __future__ import annotations
@@ -37,8 +35,9 @@ def pools_anywhere(wanted: bool = True) -> Iterator[None]:
 def allocate_for(case: Case, parts: int, *, cleared: bool = True) -> Callable[..., torch.Tensor]:
     """The function that allocates a pool, as ``torch.zeros`` or, unless ``cleared``, ``torch.empty`` does.
 
-    With such an address the first piece of memory lies across a multiple of 4 GiB: in the middle of one of its
-    ``parts``, which have equal sizes, so that slots of that part lie on both sides. Without room it is anywhere.
+    If the case asks for it, the first piece of memory crosses a multiple of 4 GiB in the middle of one of its
+    ``parts``, which have equal sizes, so that the part has slots on both sides. If there is no room, the address is
+    arbitrary.
     """
     usual = torch.zeros if cleared else torch.empty
     quarter = case.derived("pool-address") if address_varies(case) and not _anywhere.get() else 0

@@ -97,7 +97,7 @@ def _replayed(
 ) -> tuple[StagedStep, tuple[str, ...], tuple[torch.Tensor, ...]]:
     """Replay the graph of a step, after those of the steps that it continues.
 
-    Returns what it was given, and the last two fields of ``Replayed``.
+    Returns the inputs of the step, and the last two fields of ``Replayed``.
     """
     if step.follows is not None:
         _replayed(graphs, step.follows, clock, options, None)
@@ -172,7 +172,8 @@ class _Watched:
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy as many rows as both have: a plan for live rows has fewer of them. Nothing if the rows differ in shape."""
+    """Copy as many rows as both tensors have: a plan for live rows has fewer. Nothing is copied if the rows differ in
+    shape."""
     if target.dim() != source.dim() or target.shape[1:] != source.shape[1:]:
         return
     if target.dim():

@@ -19,7 +19,7 @@ def check_returned(
 ) -> None:
     """Raise ``ShapeError`` unless ``out`` is a plain tensor of one of ``shapes``, of ``dtype`` and on ``device``.
 
-    ``name``: of what returned it. ``whose``: the dtype in words.
+    ``name``: the function that returned it. ``whose``: the dtype in words.
     """
     wanted = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
     if not isinstance(out, torch.Tensor):

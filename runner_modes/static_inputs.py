@@ -28,11 +28,12 @@ class StaticInputs(Buffers):
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     left: Mapping[str, npt.NDArray[Any]] = field(repr=False)
-    """Contents of ``host`` if a server resets nothing: those of the last replay with so many live rows."""
+    """Contents of ``host`` if a server resets nothing: the contents after the last replay with this number of live
+    rows."""
     memory: torch.Tensor = field(repr=False)
     """Device memory of the buffers, [n] uint8."""
     staged: Bytes = field(repr=False)
-    """Memory of ``host``, [n]. ``send`` takes it to the device."""
+    """Memory of ``host``, [n], which ``send`` copies to the device."""
     places: tuple[Place, ...] = field(repr=False)
     """Places of buffers in ``memory`` and ``staged``."""
 
@@ -50,7 +51,8 @@ class StaticInputs(Buffers):
         self.pad(filling.step, filling.step.tokens, filling.harness.model.nan_row)
 
     def pad(self, step: Step, rows: int, nan_row: int) -> None:
-        """Fill what may be stale after the live requests of ``step`` and its ``rows`` live rows, by its padding."""
+        """Fill the entries after the live requests of ``step`` and its ``rows`` live rows, which may be stale, as its
+        padding says."""
         for name, left in self.left.items():
             tensor = self.declared[name]
             live = rows if tensor.per == "row" else step.bs

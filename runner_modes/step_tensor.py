@@ -1,4 +1,4 @@
-"""The record of a tensor of a step: its buffer for graphs, and what a batch has of it.
+"""The record of a tensor of a step: its buffer for graphs, and its fields in batches.
 
 A tensor is declared once, in the file of its feature or mode. ``step_tensors`` is the table of all of them.
 """
@@ -25,7 +25,7 @@ class Buffers:
     """Device memory that all graphs of a schedule read, by the names of tensors: live entries first, then padding."""
 
     schedule: Schedule
-    """Schedule whose steps they hold."""
+    """Schedule whose steps the buffers hold."""
     tensors: Mapping[str, torch.Tensor]
     """Flat buffers on the device, [max_bs * count, ...] each."""
     host: Mapping[str, npt.NDArray[Any]] = field(repr=False)
@@ -42,7 +42,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Filling:
-    """One step whose numbers go into buffers."""
+    """One step whose values are written to buffers."""
 
     harness: ServerHarness
     staged: StagedStep
@@ -77,7 +77,7 @@ class GraphBatch:
     rows: int
     """Rows of ``bs`` requests."""
     requests: int | None
-    """Length of what has an entry per request; None: whole buffers."""
+    """Length of tensors with an entry per request; None: whole buffers."""
     ids: int
     """Length of ``input_ids``."""
     stored: int
@@ -122,7 +122,7 @@ class StepTensor(BatchField):
 
     dtype: torch.dtype = field(kw_only=False)
     per: Literal["request", "row"] = "request"
-    """Unit that it has ``entries`` for."""
+    """Unit for which the tensor has ``entries``."""
     entries: Callable[[BackendContext, Case], int] = _one
     """Function (context, case): number of entries per unit. 0: batches do not have the tensor."""
     columns: tuple[int, ...] = ()
@@ -132,12 +132,12 @@ class StepTensor(BatchField):
     padded: Callable[[ServerHarness, Schedule, int], Any] = _zero
     """Function (harness, schedule, fill): contents before a capture, when everything is padding."""
     live: Callable[[Filling], Any] | None = None
-    """Function: the first entries in a step, or None if they stay as they are. None: the mode fills the buffer."""
+    """Function: the first entries in a step, or None if they do not change. None: the mode fills the buffer."""
     rest: Callable[[Filling], Any] | None = None
-    """Function: contents of the entries after the live ones, or None if they stay as they are."""
+    """Function: contents of the entries after the live ones, or None if they do not change."""
     stale: Literal["", "asked", "always"] = ""
-    """Steps whose padding is what an earlier step left there: those with the padding ``stale``, or all. In other steps
-    it is zeros. Empty: ``rest`` says it."""
+    """Steps whose padding keeps the values of an earlier step: those with the padding ``stale``, or all. In other steps
+    it is zeros. Empty: ``rest`` decides."""
 
     def count(self, context: BackendContext, case: Case) -> int:
         """Number of entries per request."""

@@ -1,4 +1,4 @@
-"""The tables that a step's numbers are looked up in: one block of device memory, filled by one transfer."""
+"""The tables in which a step's values are looked up: one block of device memory, filled by one transfer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tables:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate tables. ``groups``: KV groups, with a request table each. ``requests``: rows of it.
+        """Allocate tables. ``groups``: KV groups, with a request table each. ``requests``: rows of each table.
 
         ``rows``: most tokens that can have their own numbers. ``token``: L, and the elements of a token in one layer.
         """
@@ -73,8 +73,8 @@ class Tables:
         """Load a step's numbers.
 
         ``req_to_token`` [groups, requests, columns]; ``hidden`` [T, hidden]; ``rows``: the bytes of T rows; ``due``
-        [n]. Returns the request table as it was sent, and ``due`` in memory that no backend gets. The rest keeps its
-        contents of an earlier step.
+        [n]. Returns the request table as it was sent, and ``due`` in memory that no backend receives. Everything else
+        keeps the contents of an earlier step.
         """
         (_, count, columns), tokens = req_to_token.shape, len(hidden)
         own_table, own_due, own_hidden = self._on_host

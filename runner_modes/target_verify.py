@@ -86,11 +86,11 @@ _LAYOUTS: Mapping[TreeMaskMode, Callable[[list[Tree], list[int]], npt.NDArray[An
     TreeMaskMode.QLEN_ONLY_BITPACKING: lambda trees, prefixes: bit_packed(trees),
 }
 _ALL_VISIBLE = {TreeMaskMode.FULL_MASK: 1, TreeMaskMode.QLEN_ONLY: 1, TreeMaskMode.QLEN_ONLY_BITPACKING: 0xFF}
-"""The byte of a stale tail: a mask that hides nothing."""
+"""The byte of a stale tail, which hides nothing."""
 
 
 def _in_owned_buffer(harness: ServerHarness, staged: StagedStep, owned: VerifyMask) -> VerifyInput:
-    """Fill the head of the backend's buffer in place; its tail keeps what an earlier step left."""
+    """Fill the head of the backend's buffer in place; its tail keeps the values of an earlier step."""
     with blame("verify mask"):
         room = owned.buffer.view(torch.uint8)
         if staged.step.padding == "stale":

@@ -1,7 +1,7 @@
 """The greedy-equivalence loop of target-verify: prompts, plain decode ahead of drafts, verify, commit, many rounds.
 
-A request's drafts are what the same instance decoded for it token by token, with KV and states of its own, but for one
-token that is altered. So any number of them is accepted. Decoding is greedy.
+A request's drafts are the tokens that the same instance decoded one by one, with separate KV and states, except for one
+token that is altered. So any number of tokens may be accepted. Decoding is greedy.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Server(LoopServer):
     """State of a loop, with its results so far."""
 
     texts: tuple[_Text, ...]
-    """Texts whose drafts are verified, then as many that are decoded."""
+    """Texts whose drafts are verified, then the same number of texts that are decoded."""
     state_slots: np.ndarray[tuple[int, int], np.dtype[np.int64]]
     """[texts, n]; empty without layers that keep a state."""
 
     def request(self, text: int, new: int, *, whole: bool = False) -> Request:
-        """A text's request, with ``new`` rows behind its last token but one; ``whole``: with all but the last."""
+        """A text's request, with ``new`` rows after its last token but one; ``whole``: with all but the last."""
         each, tree = self.texts[text], self.case.tree
         prefix = 0 if whole else len(each.tokens) - 1
         slots = self.loop.table[each.row, : prefix + new].astype(np.int64)
@@ -65,7 +65,7 @@ class _Server(LoopServer):
 def run_verify_loop(
     harness: ServerHarness, case: Case, loop: VerifyLoop, clock: Clock, *, in_graphs: bool
 ) -> GeneratedTokens:
-    """Run all rounds. ``harness``: fresh, made of ``loop.schedules``. Raises ``RunError``."""
+    """Run all rounds. ``harness``: a fresh one for ``loop.schedules``. Raises ``RunError``."""
     texts = harness.family.texts
     assert texts is not None
     harness.model = make_model(harness, texts.vocabulary(case))
@@ -108,7 +108,7 @@ def _clear(server: _Server) -> None:
 
 
 def _prompts(server: _Server, texts: Sequence[int]) -> None:
-    """Compute the prompts of some texts, but for their last tokens."""
+    """Compute the prompts of some texts, without their last tokens."""
     news = [len(server.texts[text].tokens) - 1 for text in texts]
     requests = [server.request(text, new, whole=True) for text, new in zip(texts, news, strict=True)]
     ids = [token for text in texts for token in server.texts[text].tokens[:-1]]
@@ -133,7 +133,7 @@ def _decode(server: _Server, number: int) -> None:
 
 
 def _drafts(server: _Server, number: int) -> tuple[tuple[int, ...], ...]:
-    """Drafts of a round [bs][S]: what was decoded, with one token altered where fewer are to be accepted."""
+    """Drafts of a round [bs][S]: the decoded tokens, with one token altered if fewer are to be accepted."""
     bs, steps, found = server.case.bs, server.loop.steps, list[tuple[int, ...]]()
     for b in range(bs):
         end, kept = len(server.texts[b].tokens), int(server.loop.kept[number, b])
@@ -169,7 +169,7 @@ def _verify(server: _Server, number: int, drafts: Sequence[Sequence[int]]) -> tu
 
 
 def _commit(server: _Server, found: StageResult, kept: Sequence[int]) -> None:
-    """Commit the states behind so many nodes of each draft, if layers keep any."""
+    """Commit the states after this number of nodes of each draft, if layers keep states."""
     data = found.staged.data
     if not isinstance(data, HybridStepData) or data.states is None:
         return

@@ -17,7 +17,7 @@ _LAST_ROW_HAS_KEYS = frozenset(
 
 
 def uneven_warm_ups(case: Case, label: str, runs: Sequence[Sequence[torch.Tensor]], fill: int) -> tuple[str, ...]:
-    """Name a place in which a later run has other bits than the first, at most one.
+    """Name one place in which a later run has different bits from the first.
 
     ``runs``: attention outputs of all layers, [bs * width, Hq, Dv], per run. ``fill``: ``seq_lens`` of the dummy batch.
     Only each request's last row is compared.

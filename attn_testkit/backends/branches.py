@@ -1,4 +1,4 @@
-"""Draft-decode for kernels that attend one row per request: they see each branch of a draft as a request."""
+"""Draft-decode for kernels that process one row per request: each branch of a draft is a request to the kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch
 
 
 def kernel_requests(batch: ForwardBatch) -> int:
-    """Number of the kernel's requests: those of the batch, or their branches."""
+    """Number of the kernel's requests: the requests of the batch, or their branches."""
     return batch.batch_size * (batch.spec_info.topk if isinstance(batch.spec_info, DraftDecodeInput) else 1)
 
 

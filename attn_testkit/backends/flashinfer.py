@@ -1,7 +1,7 @@
 """FlashInfer's paged wrappers (fa2) as servers use them: decode, drafts, target-verify with trees, prefill.
 
-One wrapper for each kind of layer: scale, window and soft cap belong to a plan, not to a run. So do lengths, and a
-draft-decode has a wrapper for each of its forwards. In a graph each bucket has its own wrappers over shared
+Each kind of layer has a wrapper: scale, window and soft cap belong to a plan, not to a run. Lengths belong to a plan as
+well, so a draft-decode has a wrapper for each of its forwards. In a graph each bucket has its own wrappers over shared
 persistent buffers, planned again outside the graph before every replay.
 """
 
@@ -40,18 +40,18 @@ _IN_SPLITS = _MODES - {ForwardMode.DRAFT_DECODE}
 
 
 class LayerKind(NamedTuple):
-    """Properties of a layer that its plan depends on. Layers with equal ones share a wrapper."""
+    """Properties of a layer on which its plan depends. Layers with equal properties share a wrapper."""
 
     scale: float
     window: int
     cap: float
     heads: HeadShape
     group: int = 0
-    """KV group of the layer: another page table needs another plan."""
+    """KV group of the layer: each page table needs its own plan."""
 
     @classmethod
     def of(cls, layer: AttentionLayer, group: int = 0) -> LayerKind:
-        """The kind of a layer."""
+        """Return the kind of a layer."""
         return cls(layer.scaling, layer.sliding_window_size, layer.logit_cap, layer.head_shape, group)
 
 
@@ -174,7 +174,7 @@ class FlashInferBackend(AttentionBackend):
         self._plan_parts(batch, plans[0], decode)
 
     def _tensor_cores(self, kind: LayerKind) -> bool:
-        """True if decode runs the prefill kernel. Each wrapper chooses, by the heads of its layers."""
+        """True if decode runs the prefill kernel. Each wrapper chooses by the heads of its layers."""
         return kind.heads.num_qo_heads >= 4 * kind.heads.num_kv_heads or self.context.kv_pool.dtype.itemsize == 1
 
     def _eager_wrapper(self, decode: bool, kind: LayerKind) -> Any:
@@ -193,7 +193,7 @@ class FlashInferBackend(AttentionBackend):
         return self._wrapper(kind, decode, kv_layout, use_cuda_graph=True, **given)
 
     def _form_of_splits(self, decode: bool) -> tuple[bool, str]:
-        """Form of the wrapper of a KV split: True for decode's, and the layout of its pages."""
+        """Form of the wrapper of a KV split: True for the decode wrapper, and the layout of its pages."""
         own = self._parts_in_pages or self.context.page_size == 1
         return decode and not self._parts_in_pages, self._kv_layout if own else "NHD"
 
@@ -291,7 +291,7 @@ class FlashInferBackend(AttentionBackend):
         return out, lse
 
     def _whole(self, layer: AttentionLayer, batch: ForwardBatch) -> Any:
-        """The wrapper of all keys."""
+        """Return the wrapper that attends to all keys."""
         return self._current[self._kind_of(layer), forward_number(batch)]
 
     def merge_state(

@@ -1,7 +1,7 @@
 """Draft-decode for FlashInfer's wrappers: a plan for each forward, with a page list for each branch.
 
-A branch's pages are its own from the copy of the prefix's last page on, so any page size and layout will do. SGLang's
-multi-step draft backend has a wrapper for each forward too.
+A branch shares no page with another branch from the copy of the prefix's last page on, so any page size and layout
+works. SGLang's multi-step draft backend also has a wrapper for each forward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .flashinfer_plan import PagePlan, exclusive_sum, make_page_plan, pages_per_
 
 
 def plans_of_forwards(context: BackendContext, batch: ForwardBatch) -> tuple[PagePlan, ...]:
-    """The plan of each forward; of one, but in a draft-decode, where each branch is a request with one query row.
+    """Return the plan of each forward. Only a draft-decode has several; there each branch is a request with one query
+    row.
 
     Host work and copies.
     """

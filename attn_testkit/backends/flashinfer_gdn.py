@@ -1,7 +1,8 @@
 """FlashInfer's kernels of Gated DeltaNet: ``gated_delta_rule_decode_pretranspose``, ``gated_delta_rule_mtp`` and
 ``chunk_gated_delta_rule``, over the pool of states.
 
-They are the recurrence only: convolution and windows are ``torch_native_state``'s. Keys and values have a width of
+They compute only the recurrence: convolution and windows come from ``torch_native_state``. Keys and values have a width
+of
 128. On SM90 CuTe DSL compiles them at the first call.
 """
 
@@ -20,7 +21,7 @@ from .vendor.gdn_kernels import DECODE, PREFILL, VERIFY
 
 
 class FlashInferGDNBackend(TorchNativeStateBackend):
-    """States in fp32. Verifications keep the state behind each node in a buffer, or in a slot of the pool."""
+    """States in fp32. A verification keeps the state after each node in a buffer, or in a slot of the pool."""
 
     not_here = why_not_here(DECODE)
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -56,7 +57,7 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Slots and rows of the requests, and indices as the kernels take them."""
+        """Compute slots and rows of the requests, and the indices that the kernels need."""
         super().init_forward_metadata_in_graph(batch)
         self.indices = torch.where(self.live, self.taken, -1).int()
         self.node_slots = torch.where(self.live[:, None], self.lists, -1).int()
@@ -107,7 +108,7 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: dict[str, torch.Tensor | None],
         pool: torch.Tensor, nodes: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """[bs, N, Hv, V] of drafts; what is behind a node goes to ``nodes`` [bs, N, Hv, V, K], or to its slot."""
+        """[bs, N, Hv, V] of drafts; the state after a node goes to ``nodes`` [bs, N, Hv, V, K], or to its slot."""
         scale = q.shape[-1] ** -0.5
         if nodes is None:
             kept = {"ssm_state_indices": self.node_slots, "disable_state_update": False}
@@ -120,7 +121,8 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: dict[str, torch.Tensor | None],
         layer: StateLayer, pool: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """[bs, 1, Hv, V] of drafts of one node, which the kernels of drafts do not take: a decode of copied states."""
+        """[bs, 1, Hv, V] of drafts of one node, computed as a decode of copied states: the kernels for drafts need two
+        nodes."""
         behind = pool[self.taken]
         places = torch.arange(len(behind), dtype=torch.int32, device=pool.device)
         pooled = {"initial_state": behind, "initial_state_indices": places}
@@ -147,7 +149,7 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
         return out
 
     def convolve(self, mixed: torch.Tensor, layer: StateLayer, batch: ForwardBatch) -> torch.Tensor:
-        """[T, C] after the convolution; windows are stored as the mode asks."""
+        """[T, C] after the convolution; windows are stored as the mode requires."""
         assert batch.state is not None
         verifies = batch.forward_mode.is_target_verify()
         conv = self.pools(layer)[0]
@@ -171,7 +173,7 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
 
 
 class FlashInferGDNBF16Backend(FlashInferGDNBackend):
-    """States in bf16, by another kernel. It takes -1 for slot 0, so padded requests write that slot."""
+    """States in bf16, with a different kernel. It treats -1 as slot 0, so padded requests write that slot."""
 
     capabilities: ClassVar[Capabilities] = FlashInferGDNBackend.capabilities.with_changes(
         state={"dtypes": {"bf16"}, "padding": {"write_zero"}, "rollback": {"commit"}}
@@ -182,7 +184,7 @@ class FlashInferGDNBF16Backend(FlashInferGDNBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: dict[str, torch.Tensor | None],
         pool: torch.Tensor, nodes: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The entry point of decode, too."""
+        """The entry point of decode serves drafts as well."""
         kept = {"intermediate_states_buffer": nodes, "disable_state_update": True}
         pooled = {"initial_state": pool, "initial_state_indices": self.indices}
         out: torch.Tensor = self.decode(q, k, v, state=None, scale=q.shape[-1] ** -0.5, **pooled, **gates, **kept)[0]

@@ -1,8 +1,9 @@
 """KV splits for FlashInfer's wrappers: plans with pages of one key, which may list any keys.
 
-Paged wrappers attend whole pages, from a request's first page on. With pages of one slot, the same pool gives them any
-keys in any number. Visibility is then a custom mask; in decode and MLA it follows from the listed keys. Pages of
-``hnd``, and of K and V in one block, cannot be split so: all keys are listed, and the mask selects those of the split.
+Paged wrappers attend to whole pages, from a request's first page on. With pages of one slot, the same pool gives a
+wrapper any set of keys. Visibility is then a custom mask; in decode and MLA it follows from the listed keys. Pages of
+``hnd``, and pages with K and V in one block, cannot be split in this way: all keys are listed, and the mask selects
+those of the split.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ def merged(
     out_b: torch.Tensor,
     lse_b: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``flashinfer.merge_state``, as many heads at a time as it launches.
-
-    It puts all heads of a row into one block, ``head_dim / max(16 bytes, head_dim / 32)`` threads each (``MergeState``,
-    cascade.cuh): 128 heads of 512 fail with "invalid argument".
+    """``flashinfer.merge_state``, for as many heads at a time as one launch supports. A launch puts all heads of a row
+    into one block, ``head_dim / max(16 bytes, head_dim / 32)`` threads each (``MergeState``, cascade.cuh): 128 heads of
+    512 fail with "invalid argument".
     """
     heads, dim = out_a.shape[1:]
     threads = max(1, dim // max(16 // out_a.element_size(), dim // 32))
@@ -52,8 +52,7 @@ def by_slots(context: BackendContext) -> bool:
 
 def masked_plan(plan: PagePlan, part: KVSplit, *, window: int = -1, causal: bool) -> PagePlan:
     """``plan`` of all keys, with a custom mask of the keys of a split that a row sees. Host work and a copy.
-
-    ``causal``: the model's layers are.
+    ``causal``: the model's layers are causal.
     """
     masks: list[torch.Tensor] = []
     for kv_len, q_len in zip(plan.kv_lens.tolist(), plan.qo_indptr.diff().tolist(), strict=True):
@@ -70,8 +69,8 @@ def part_plan(
 ) -> PagePlan:
     """The plan of a part, in pages of one key. ``plan``: of all keys. Host work and copies.
 
-    ``masked``: with a custom mask, which knows causality, tree and window. Without one a row sees all keys that are
-    listed for its request but for those behind it; keys that ``window`` leaves out for its last row are not listed.
+    ``masked``: with a custom mask for causality, tree and window. Without a mask a row sees all keys that are listed
+    for its request, except those after the row; keys outside ``window`` for the request's last row are not listed.
     """
     lists: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []

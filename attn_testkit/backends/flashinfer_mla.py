@@ -1,6 +1,6 @@
 """FlashInfer's MLA wrapper (fa2, fa3): absorbed latent attention for decode, chains of drafts and prefill.
 
-The kernel knows no mask: verify takes chains only, as rows that are causal over the last keys.
+The kernel supports no mask, so verify supports only chains, as rows that are causal over the last keys.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ class FlashInferMLABackend(AttentionBackend):
     def _graph_plans(self, batch: ForwardBatch) -> tuple[PagePlan, ...]:
         """The plan of each forward, with as many query rows as the graph has.
 
-        The planner gives a request's rows to clusters of two blocks if (rows * heads) / requests is above 64, else of
-        one, and the resulting grid is fixed in the graph. Ragged modes are captured with all rows of the bucket and
-        replayed with fewer: a plan for the other cluster size leaves half of the splits without a block, silently
-        (flashinfer 0.7.2, found by this kit on an H200, in draft-extend v1). A last request with the remaining rows
-        keeps the quotient constant.
+        The planner gives a request's rows to clusters of two blocks if (rows * heads) / requests is above 64, else to
+        clusters of one block, and the resulting grid is fixed in the graph. Ragged modes are captured with all rows of
+        the bucket and replayed with fewer: a plan for the other cluster size leaves half of the splits without a block,
+        silently (flashinfer 0.7.2, found by this kit on an H200, in draft-extend v1). A last request with the remaining
+        rows keeps the quotient constant.
 
-        A graph of one row has no remaining rows, and must not have that request: two requests halve the quotient, and
+        A graph of one row has no remaining rows and must not get that request: two requests halve the quotient, and
         with 128 heads half a tile is refused if the row's position begins a tile of keys.
         """
         plans = plans_of_forwards(self.context, batch)
@@ -213,7 +213,7 @@ class FlashInferMLABackend(AttentionBackend):
         return out, lse
 
     def _whole(self, layer: AttentionLayer, batch: ForwardBatch) -> Any:
-        """The wrapper of all keys."""
+        """Return the wrapper that attends to all keys."""
         return self._current[layer.scaling, forward_number(batch)]
 
     def merge_state(
@@ -242,7 +242,7 @@ class FlashInferMLAFA3Backend(FlashInferMLABackend):
 
 
 class FlashInferMLAFP8Backend(FlashInferMLAFA3Backend):
-    """Latent attention on e4m3 rows with bf16 queries, which only SM90 has, and only at the latent width of 512."""
+    """Latent attention on e4m3 rows with bf16 queries, which exist only on SM90 and at a latent width of 512."""
 
     capabilities = FlashInferMLAFA3Backend.capabilities.with_changes(
         dtypes={"bf16"}, kv_dtypes={"fp8_e4m3"}, head_dims={512}

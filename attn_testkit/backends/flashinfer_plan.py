@@ -19,7 +19,7 @@ def workspace(device: torch.device, fake: bool, needed: int = 0) -> torch.Tensor
     """The float workspace, one for all wrappers of a device and process, as in servers: [bytes] uint8.
 
     Scratch: a run leaves no state in it. ``needed``: bytes of partial outputs. A caller that needs more gets a larger
-    one; wrappers that were made before keep theirs.
+    one; wrappers that exist already keep theirs.
     """
     key, size = (device, fake), max(_WORKSPACE_BYTES, needed + _BESIDE_PARTIALS)
     size = size >> 7 if fake else size
@@ -104,7 +104,7 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
 
 
 def filled_up(plan: PagePlan, rows: int, page_size: int) -> PagePlan:
-    """``plan`` with one more request, which takes the query rows from the packed end to ``rows`` and reads page 0."""
+    """``plan`` with one more request, which owns the query rows from the packed end to ``rows`` and reads page 0."""
     rest = torch.tensor([rows]) - plan.qo_indptr[-1:]
     kv_lens = rest.clamp(min=1)
     pages = -(-kv_lens // page_size)
@@ -121,10 +121,9 @@ def filled_up(plan: PagePlan, rows: int, page_size: int) -> PagePlan:
 
 
 def prefix_plan(whole: PagePlan, window: int) -> PagePlan:
-    """The plan of the keys before the step, out of that of all keys: the pages that the window reaches.
-
-    With a window who sees whom is a custom mask. The kernel counts ``window_left`` from the end of the keys that it is
-    given, and the rows lie behind that end.
+    """Derive the plan of the keys before the step from the plan of all keys: it has the pages that the window reaches.
+    With a window, a custom mask says which keys a row sees: the kernel counts ``window_left`` from the end of the given
+    keys, and the rows come after that end.
     """
     size, q_lens = whole.page_size, whole.qo_indptr.diff()
     prefix = whole.kv_lens - q_lens

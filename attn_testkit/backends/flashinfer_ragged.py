@@ -1,7 +1,8 @@
-"""FlashInfer's prefill in two parts, as servers' documentation has it: new rows as given, the cached prefix by page.
+"""FlashInfer's prefill in two parts, as servers' documentation describes it: new rows as given, the cached prefix by
+page.
 
-The ragged wrapper attends to the step's own k and v, the paged wrapper what the pool holds before the step, and
-``merge_state`` puts the two together; then k and v are stored. So new rows of an FP8 pool are attended as given.
+The ragged wrapper attends to the step's own k and v, the paged wrapper to the keys in the pool before the step, and
+``merge_state`` merges the two; then k and v are stored. So with an FP8 pool new rows are attended to as given.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MODES = frozenset({ForwardMode.EXTEND})
 class FlashInferRaggedBackend(FlashInferBackend):
     """Extend through ``BatchPrefillWithRaggedKVCacheWrapper`` and the paged wrapper, merged by log-sum-exp.
 
-    If ``save_kv_cache`` is False the pool holds all keys, and the parent's one paged call attends them.
+    If ``save_kv_cache`` is False the pool holds all keys, and the parent class attends to them in one paged call.
     """
 
     capabilities = FlashInferBackend.capabilities.with_changes(
@@ -47,7 +48,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         self._kinds_with_prefix: set[LayerKind] = set()
 
     def _plan_all(self, plans: tuple[PagePlan, ...], decode: bool) -> None:
-        """Plan both wrappers of each kind of layer, and the parent's for all keys."""
+        """Plan both wrappers of each kind of layer, and the parent's wrapper for all keys."""
         super()._plan_all(plans, decode)
         (whole,) = plans
         self._kinds_with_prefix.clear()
@@ -56,7 +57,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
             of_prefix = prefix_plan(whole.of_group(kind.group), kind.window)
             # Without a page there is nothing to plan, and nothing to merge.
             if len(of_prefix.kv_indices):
-                # The prefix lies before every row, and its plan has the pages that the window reaches.
+                # The prefix is before every row, and its plan has the pages that the window reaches.
                 self._plan_prefill(self._prefix[kind], kind._replace(window=-1), of_prefix, causal=False)
                 self._kinds_with_prefix.add(kind)
 
@@ -83,7 +84,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Attend both KV splits, merge them, store the new rows."""
+        """Attend to both KV splits, merge them, and store the new rows."""
         if not save_kv_cache:
             return super().forward(q, k, v, layer, batch, save_kv_cache)
         return self._attend(q, k, v, layer, batch)[0]

@@ -1,6 +1,6 @@
 """TokenSpeed's MLA decode kernel (``tokenspeed_mla_decode``): FP8 keys, queries and probabilities, SM100.
 
-Metadata, row layout and the rest are those of ``trtllm_mla``.
+Metadata, row layout and everything else are as in ``trtllm_mla``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class TokenspeedMLABackend(TRTLLMMLABackend):
     entry: ClassVar[EntryPoint] = DECODE
 
     def _make_workspace(self) -> None:
-        """Here, at its largest: one made at the first forward lies in a graph's own memory (#25489).
-
-        Split partials of float32, one more column for their sums. The kernel makes no more splits than there are tiles
-        of keys, and no more blocks than multiprocessors; it needs no zeros.
+        """Allocate the largest workspace here: one that is allocated at the first forward would be in a graph's memory
+        (#25489). It holds float32 partial results of splits, with one more column for their sums. The kernel makes no
+        more splits than there are tiles of keys, and no more blocks than multiprocessors; it needs no zeros.
         """
         context, heads = self.context, self.context.layers[0].tp_q_head_num
         count = MULTIPROCESSORS

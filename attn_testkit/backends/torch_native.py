@@ -45,11 +45,11 @@ class _Seen:
     blind: torch.Tensor
     """[B, W, 1, 1, 1] bool: True for rows that see no key."""
     values: tuple[torch.Tensor, ...]
-    """Indices of [B, C] values into the KV pool, those of a key that a row sees or else of the request's last one."""
+    """Indices of [B, C] values into the KV pool: of a key that a row sees, or of the request's last key."""
 
 
 class TorchNativeBackend(AttentionBackend):
-    """All rows of a request against all slots of its row of the request table, masked."""
+    """Attends from all rows of a request to all slots in its row of the request table, with a mask."""
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode),
@@ -170,7 +170,7 @@ class TorchNativeBackend(AttentionBackend):
         return counts.cumsum(0) - counts
 
     def _keys_of(self, layer: AttentionLayer) -> tuple[int, bool]:
-        """KV group of a layer, and whether its keys are those of an encoder."""
+        """KV group of a layer, and True if its keys come from an encoder."""
         return self.context.group_of(layer).index, layer.is_cross_attention
 
     def _key_slots(self, batch: ForwardBatch, group: int, of_encoder: bool) -> torch.Tensor:
@@ -275,7 +275,7 @@ class TorchNativeBackend(AttentionBackend):
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge by shares of the whole sum; a padding row without any key gets weights of 0."""
+        """Merge by each split's share of the total sum; a padded row without any key gets weights of 0."""
         lse = torch.logaddexp(lse_a, lse_b)
         base = torch.where(lse == -torch.inf, 0.0, lse)
         of_a, of_b = (torch.exp(each - base)[..., None] for each in (lse_a, lse_b))
@@ -300,7 +300,7 @@ class TorchNativeBackend(AttentionBackend):
             out = out * layer.v_scale
         place = self._place
         if len(place) < q.shape[0]:
-            # Rows behind those of the plan are of no request, and get the first one's result.
+            # Rows after the plan's rows are of no request, and get the result of the first row.
             place = torch.nn.functional.pad(place, (0, q.shape[0] - len(place)))
         return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[place].to(q.dtype), logits
 
@@ -352,7 +352,7 @@ class TorchNativeBackend(AttentionBackend):
         return visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
 
     def _in_spans(self, spans: torch.Tensor) -> torch.Tensor:
-        """[B, W, C]: True if row and key are in one of ``spans`` [B, R, 2]; one of a single row changes nothing."""
+        """[B, W, C]: True if row and key are in one of ``spans`` [B, R, 2]; a span of a single row changes nothing."""
         first, last = spans[..., 0, None], spans[..., 1, None]
         row, key = ((first <= at[:, None]) & (at[:, None] <= last) for at in (self._position, self._key[None]))
         held = self._key <= self._last_key
@@ -380,7 +380,7 @@ class TorchNativeBackend(AttentionBackend):
         return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
 
     def _sum(self, p: torch.Tensor, values: torch.Tensor, seen: _Seen) -> torch.Tensor:
-        """[B, W, Hk, G, Dv]: weighted sums. The softmax of a row that sees no key is NaN: it gets zeros."""
+        """[B, W, Hk, G, Dv]: weighted sums. The softmax of a row that sees no key is NaN, so such a row gets zeros."""
         out = p.flatten(2, 3).matmul(values).view(*p.shape[:-1], -1).permute(0, 3, 1, 2, 4)
         return out.masked_fill(seen.blind, 0.0)
 

@@ -1,4 +1,4 @@
-"""The smallest complete backend over KV pools of every row format: numbers of 8 and 4 bits, and their scales."""
+"""The smallest complete backend for KV pools of every row format: values of 8 and 4 bits, and their scales."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class TorchNativeFormatsBackend(TorchNativeBackend):
         return self._numbers(self._rows(1, seen.values, layer), 1, layer)
 
     def _rows(self, part: int, places: tuple[torch.Tensor, ...], layer: AttentionLayer) -> torch.Tensor:
-        """[B, C, Hk, bytes] uint8: rows of K (0) or V (1) at ``places``, with scales that lie apart."""
+        """[B, C, Hk, bytes] uint8: rows of K (0) or V (1) at ``places``, with separate scales."""
         pool = self.context.group_of(layer).kv_pool
         rows = pool.get_kv_pages(layer.layer_id)[part][places]
         apart = pool.get_scale_pages(layer.layer_id)
         return torch.cat([rows, apart[part][places]], -1) if apart else rows
 
     def _numbers(self, rows: torch.Tensor, part: int, layer: AttentionLayer) -> torch.Tensor:
-        """[B, Hk, C, D] float32: the numbers that ``rows`` mean, multiplied by scales of heads, if there are any."""
+        """[B, Hk, C, D] float32: the values that ``rows`` encode, multiplied by scales of heads, if there are any."""
         packed = self.context.kv_pool.rows_of(layer)
         assert packed is not None
         numbers = packed.unpack(rows)
@@ -58,7 +58,7 @@ class TorchNativeFormatsBackend(TorchNativeBackend):
         return numbers.transpose(1, 2).contiguous()
 
     def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """Leave out the scales of a checkpoint over a pool that holds K and V as given."""
+        """Ignore a checkpoint's scales if the pool holds K and V unscaled."""
         if self.context.kv_pool.dtype == q.dtype:
             layer = replace(layer, k_scale=1.0, v_scale=1.0)
         return super()._attend(q, layer, seen)

@@ -1,6 +1,6 @@
-"""``torch_native_hybrid``: layers that keep a state and softmax layers in one model, each run by its own backend.
-
-It is a wrapper, as servers have one: a plan, a capture and a replay go to both backends, and a layer to its own.
+"""``torch_native_hybrid``: layers that keep a state and softmax layers in one model, each run by its own backend. It is
+a wrapper like those of servers: plans, captures and replays go to both backends, and a layer's forward to the backend
+of its kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .torch_native_state import TorchNativeStateBackend
 
 
 class TorchNativeHybridBackend(StateBackend):
-    """``TorchNativeStateBackend`` and ``TorchNativeBackend``, for all four kinds with softmax layers."""
+    """``TorchNativeStateBackend`` and ``TorchNativeBackend``, for all four kinds of state layers, with softmax
+    layers."""
 
     capabilities = TorchNativeStateBackend.capabilities.with_changes(state={"hybrid": True})
 
@@ -34,7 +35,7 @@ class TorchNativeHybridBackend(StateBackend):
         self.softmax, self.states = self.parts(context)
 
     def parts(self, context: BackendContext) -> tuple[AttentionBackend, StateBackend]:
-        """The backend of the softmax layers, and that of the layers that keep a state."""
+        """The backend of the softmax layers, and the backend of the layers that keep a state."""
         states = tuple(layer for layer in context.layers if isinstance(layer, StateLayer))
         softmax = tuple(layer for layer in context.layers if not isinstance(layer, StateLayer))
         return (

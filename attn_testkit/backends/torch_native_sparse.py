@@ -19,7 +19,7 @@ from ..contract import (
 )
 
 _GATHERED = 1 << 25
-"""Numbers of keys that are gathered at once: 128 MiB in float32."""
+"""Number of elements of keys that are gathered at once: 128 MiB in float32."""
 
 
 class TorchNativeSparseBackend(KernelBackend):
@@ -83,8 +83,9 @@ class TorchNativeSparseBackend(KernelBackend):
     def scored(
         self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score every key of the pool, or of the request table if it has fewer, and look up those of each request:
-        [T, keys] float32. Keys that each row sees, [T]; scores behind them may be NaN.
+        """Score every key of the pool, or of the request table if that has fewer keys, and look up the scores of each
+        request: [T, keys] float32. Also return the number of keys that each row sees, [T]; scores after these may be
+        NaN.
         """
         request, table, pool = self.request_of_row(q_index, plan), self.own_columns(plan), self.context.kv_pool
         if table.numel() < pool.num_slots:
@@ -113,7 +114,7 @@ class TorchNativeSparseBackend(KernelBackend):
         return of_slot * scales
 
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        """Take the best keys of those that a row sees."""
+        """Select the keys with the highest scores among those that a row sees."""
         scores, sees = self.scored(q_index, weights, plan)
         topk, columns = plan.layer.topk, scores.shape[1]
         key = torch.arange(columns, device=scores.device)
@@ -123,7 +124,7 @@ class TorchNativeSparseBackend(KernelBackend):
         return torch.nn.functional.pad(found, (0, topk - found.shape[1]), value=-1)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """Gather the selected keys of each row, and attend them."""
+        """Gather the selected keys of each row, and attend to them."""
         return self.run_return_lse(q, kv, plan)[0]
 
     def run_return_lse(
@@ -131,7 +132,7 @@ class TorchNativeSparseBackend(KernelBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp [T, Hq]: -inf, or the sink, for a row that selects no key."""
         assert plan.selected is not None
-        # Rows of padding behind the last selection select no key.
+        # Padded rows after the last selection select no key.
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
         return self.attend_all(q, kv, plan, self.slots(selected, plan), selected >= 0)
 
@@ -150,7 +151,7 @@ class TorchNativeSparseBackend(KernelBackend):
         slot: torch.Tensor,
         is_key: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend in chunks of rows: 1,000 rows of 2,048 keys of 576 numbers would be 4.4 GiB, several times over."""
+        """Attend in chunks of rows: 1,000 rows of 2,048 keys with 576 values would need 4.4 GiB several times."""
         rows = max(1, _GATHERED // (slot.shape[1] * kv[0].shape[-2] * kv[0].shape[-1]))
         starts = range(0, max(1, len(q)), rows)
         chunks = [
@@ -167,7 +168,8 @@ class TorchNativeSparseBackend(KernelBackend):
         slot: torch.Tensor,
         is_key: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the keys in ``slot`` [T, n] where ``is_key``. Reads for -1 may be NaN: they are masked first."""
+        """Attend to the keys in ``slot`` [T, n] for which ``is_key`` is true. Values read for -1 may be NaN, so they
+        are masked first."""
         layer, there = plan.layer, is_key[..., None, None]
         k, v = (each.masked_fill(~there, 0.0) for each in self.read(kv, slot, layer))
         group = layer.q_per_kv
@@ -199,7 +201,7 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     )
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        """The selection is the slots."""
+        """Return the selection, which lists slots already."""
         return selected.clamp(min=0).long()
 
     def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -217,7 +219,7 @@ class TorchNativeSparsePackedBackend(TorchNativeSparseBackend):
     def read(
         self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers times their scales, and the rope part behind them."""
+        """Return numbers times their scales, followed by the rope part."""
         rows = self.context.kv_pool.rows_of(layer)
         assert rows is not None
         keys = rows.unpack(kv[0].flatten(0, 1)[slot])
@@ -238,14 +240,14 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
     def run_return_lse(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend the keys of the selected blocks that a row may see."""
+        """Attend to the keys of the selected blocks that a row may see."""
         assert plan.selected is not None
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
         request, seen = self.request_of_row(selected, plan), self.keys_seen(selected, plan)
         inside = torch.arange(self.block, device=selected.device)
         keys = (selected[..., None] * self.block + inside).flatten(1)
         is_key = (selected >= 0).repeat_interleave(self.block, 1) & (keys < seen[:, None])
-        # A padded row may hold any block, also one behind the table.
+        # A padded row may hold any block, also one past the table.
         places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
         slots = plan.slot_table[request[:, None], places].long()
         return self.attend_all(q, kv, plan, slots, is_key)

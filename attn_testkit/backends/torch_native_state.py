@@ -1,6 +1,6 @@
 """``torch_native_state``: layers with a recurrent state in plain torch, token by token, in float32.
 
-The reference of the contract: it runs everywhere, under graphs too, and takes every convention of states.
+The reference of the contract: it runs everywhere, under graphs too, and supports every convention of states.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_V
 
 class TorchNativeStateBackend(StateBackend):
     """GDN, KDA, Mamba2 and Lightning, one token of all requests at a time. Decode and verify run under graphs, too.
-
-    It takes back rejected nodes by a commit, or with a slot for each node.
+    Rejected nodes are taken back by a commit, or by a slot for each node.
     """
 
     capabilities = Capabilities(
@@ -73,7 +72,7 @@ class TorchNativeStateBackend(StateBackend):
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Put the parents of the nodes where the graph reads them."""
+        """Copy the parents of the nodes to the memory that the graph reads."""
         found = self.parents_of(batch)
         self.parents = None if found is None else self.in_graphs[: batch.batch_size, : found.shape[1]]
         if self.parents is not None and found is not None:
@@ -184,23 +183,24 @@ class TorchNativeStateBackend(StateBackend):
         return out[:-1]
 
     def of_parents(self, behind: list[tuple[torch.Tensor, torch.Tensor]], node: int) -> tuple[torch.Tensor, ...]:
-        """Windows [bs, C, W - 1] and states [bs, Hv, V, K] behind the parent of a node, of those behind each before."""
+        """Windows [bs, C, W - 1] and states [bs, Hv, V, K] after the parent of a node, selected from those after each
+        earlier node."""
         assert self.parents is not None
         place = torch.arange(len(self.parents), device=self.parents.device)
         return tuple(torch.stack(every)[self.parents[:, node], place] for every in zip(*behind, strict=True))
 
     def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows [slots, C, columns] and states [slots, Hv, V, K] of a layer, in whatever order they lie."""
+        """Windows [slots, C, columns] and states [slots, Hv, V, K] of a layer, whatever their order in memory."""
         conv, temporal = self.states.pool.conv(layer.layer_id), self.states.pool.temporal(layer.layer_id)
         return conv, temporal.mT if self.states.pool.order == "kv" else temporal
 
     def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] behind each node."""
+        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] after each node."""
         windows, states = self.states.pool.scratch(layer.layer_id)
         return windows, states.mT if self.states.pool.order == "kv" else states
 
     def windows(self, held: torch.Tensor, state: StateInput, columns: int) -> torch.Tensor:
-        """[bs, C, W - 1] before the step, of what the first slot of each request holds [bs, C, columns]."""
+        """[bs, C, W - 1] before the step, taken from the columns in the first slot of each request [bs, C, columns]."""
         if state.num_accepted is None or not columns:
             # With a slot for each node, a window that no draft has moved begins at column 0.
             return held[..., :columns]
@@ -211,13 +211,14 @@ class TorchNativeStateBackend(StateBackend):
     def store_node(
         self, layer: StateLayer, token: int, inputs: torch.Tensor, window: torch.Tensor, state: torch.Tensor
     ) -> None:
-        """Store the state after node ``token`` in its slot, and the inputs [bs, C] behind the window of the first."""
+        """Store the state after node ``token`` in its slot, and the inputs [bs, C] after the window in the first
+        slot."""
         conv, temporal = self.pools(layer)
         self.store(temporal, state.to(temporal.dtype), self.lists[:, token], self.live)
         self.store_window(conv, token, inputs, window)
 
     def store_window(self, conv: torch.Tensor, token: int, inputs: torch.Tensor, window: torch.Tensor) -> None:
-        """Store the window behind the root, or a later node's inputs [bs, C], in the first slot of each request."""
+        """Store the window after the root, or a later node's inputs [bs, C], in the first slot of each request."""
         if window.shape[-1]:
             # Behind the root the window begins at column 0; each later node adds a column.
             width = window.shape[-1] if token == 0 else 1
@@ -232,14 +233,15 @@ class TorchNativeStateBackend(StateBackend):
             self.copy_nodes(state.snapshot.rows.long() - 1, state.snapshot.slots, state.snapshot.slots > 0)
 
     def copy_nodes(self, steps: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
-        """Copy what is after node ``steps`` of each draft to slot ``index``, both [bs] int64, where ``live``."""
+        """Copy window and state after node ``steps`` of each draft to slot ``index``, both [bs] int64, for requests
+        that are ``live``."""
         place = torch.arange(len(steps), device=steps.device)
         for layer in self.states.layers:
             for pool, scratch in zip(self.pools(layer), self.scratch(layer), strict=True):
                 self.store(pool, scratch[place, steps.clamp(min=0)], index.clamp(min=0), live & (steps >= 0))
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
-        """Write rows into slots; where a request is not ``live``, slot 0 gets back what it holds."""
+        """Write rows into slots; for a request that is not ``live``, slot 0 is written with its present contents."""
         index, live = torch.where(live, index, 0), live.view(-1, *[1] * (rows.dim() - 1))
         pool.index_put_((index,), torch.where(live, rows, pool[index]))
 
@@ -285,7 +287,8 @@ class TorchNativeStateBackend(StateBackend):
         b: torch.Tensor | None,
         layer: StateLayer,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [bs, Hv, V, K] float32 after one token of each request, and what it reads [bs, Hv, V]."""
+        """States [bs, Hv, V, K] float32 after one token of each request, and what the token reads from them [bs, Hv,
+        V]."""
         decay, beta = self.gates(a, b, layer)
         state = state * decay[..., None, :]
         if layer.kind in ("gdn", "kda"):
@@ -301,7 +304,7 @@ class TorchNativeStateBackend(StateBackend):
     def gates(
         self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decay [bs or 1, Hv, 1 or K] and the factor of what is stored [bs or 1, Hv, 1], in float32."""
+        """Decay [bs or 1, Hv, 1 or K] and the factor of the stored update [bs or 1, Hv, 1], in float32."""
         if layer.slope is not None:
             decay = torch.exp(-layer.slope)[None, :, None]
             return decay, torch.ones_like(decay)

@@ -1,10 +1,10 @@
 """An attention backend with its own Triton kernels: all runner modes, eager and in CUDA graphs.
 
-It is written to be read. A step has two halves:
+It is written as an example. A step has two halves:
 
 * *planning* turns the batch into four small device tensors (``_Plan``): rows of ``req_to_token``, numbers of keys,
-  offsets of the query rows, and the mask of a draft tree. It knows the modes, and never waits for the device. For
-  draft-decode it makes a table with one row per branch, and the lengths of all forwards at once.
+  offsets of the query rows, and the mask of a draft tree. Planning depends on the mode, and never waits for the device.
+  For draft-decode it makes a table with one row per branch, and the lengths of all forwards at once.
 * *forward* writes K and V and launches one kernel that does not depend on the mode.
 
 In a graph the plan must keep its address, so ``init_cuda_graph_state`` allocates it once at its largest size, and
@@ -169,7 +169,7 @@ class TritonBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """The graphs' own mask, for the draft stage to fill; also good for an eager step in between."""
+        """The mask of the graphs, which the draft stage fills; an eager step in between may use it, too."""
         return self._verify_mask
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -303,7 +303,7 @@ class TritonBackend(AttentionBackend):
         spec = batch.spec_info
         kv_lens = plan.kv_lens[spec.step if isinstance(spec, DraftDecodeInput) else int(layer.is_cross_attention)]
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
-        # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
+        # Rows after the last request (ragged modes in a graph) are of no request; zeros are safer than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
         if out is None or INTERPRETED:
             result = q.new_zeros(q.shape[0], heads, dim, dtype=torch.float32 if INTERPRETED else q.dtype)
@@ -346,7 +346,7 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _width(batch: ForwardBatch) -> int:
-    """Rows of each request in target-verify and draft-extend v2; the upper bound does for draft-extend."""
+    """Rows of each request in target-verify and draft-extend v2; for draft-extend the upper bound is enough."""
     spec = batch.spec_info
     if isinstance(spec, VerifyInput):
         return spec.draft_token_num
@@ -359,7 +359,7 @@ def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int, *, causal: bool)
     """[bs, N, N] uint8: the draft columns of the tree mask, a view if its layout allows. ``prefix`` [bs] int64.
 
     A chain without a mask gets one, also in eager mode: a graph is captured for trees, and the causal kernel rounds
-    otherwise than the mask's. In a block that is not causal every node sees all of them.
+    differently from the kernel with a mask. In a block that is not causal every node sees all nodes.
     """
     bs = prefix.shape[0]
     if spec.custom_mask is None:

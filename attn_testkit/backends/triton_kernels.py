@@ -74,11 +74,11 @@ def attend_kernel(
 
     A tile's rows are pairs (query row, query head) and its columns pairs (key, KV head), so that all query heads of a
     KV head share its keys. ``NODES`` is 0 for attention aligned to the end of the keys, which is ``CAUSAL`` or sees all
-    of them, and with ``HAS_SPANS`` those of the row's span: ``spans`` ranges of positions for each request, both ends
-    included. Otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom.
-    With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 if
-    slots are as far apart as in a page everywhere, and no page needs to be known. ``PART``: the keys before the step,
-    its own, those that ``rank`` of ``ranks`` has if each takes ``interleave`` keys in turn, or all.
+    keys, and with ``HAS_SPANS`` also sees those of the row's span: ``spans`` ranges of positions for each request, both
+    ends included. Otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says which node
+    sees which. With ``SPLITS`` > 1 the result is partial, and ``merge_kernel`` finishes it. ``PAGE``: slots of a page,
+    or 0 if the stride between slots is the same everywhere, so that pages do not matter. ``PART``: the keys before the
+    step, the keys of the step, the keys of ``rank`` (``interleave`` keys in turn for each of ``ranks``), or all.
     """
     request, head_group = tl.program_id(0), tl.program_id(1)
     tile, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
@@ -128,7 +128,7 @@ def attend_kernel(
     v_at = v_ptr + (column_head * v_head)[:, None] + dim[None, :]
     for start in range(begin, end, KEYS):
         key = start + column_key
-        owned = key < end  # slots behind the end are other requests' and may hold NaN, which 0 would not silence
+        owned = key < end  # slots after the end may hold NaN of other requests, and 0 * NaN is NaN
         if PART == "rank":
             owned = owned & (key // interleave % ranks == rank)
         slot = tl.load(table + start, mask=owned, other=0).to(tl.int64)

@@ -37,7 +37,7 @@ def attend_selected_kernel(
 ):  # fmt: skip
     """Attention of one row and the query heads of one KV head over the keys of the row's ``selected`` [TOPK].
 
-    ``D`` and ``ROPE`` are the two parts of a key, powers of two or 0. ``SLOTS``: indices are slots; otherwise places
+    ``D`` and ``ROPE`` are the two parts of a key, powers of two or 0. ``SLOTS``: indices are slots; otherwise positions
     that ``table`` maps to slots.
     """
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -41,7 +41,7 @@ def convolve_kernel(
 ):  # fmt: skip
     """Convolution of one request's rows, ``BLOCK_T`` at a time, of ``BLOCK_C`` channels, and its window afterwards.
 
-    A slot below ``lowest`` belongs to padding: nothing is read of it, and nothing stored.
+    A slot below ``lowest`` belongs to padding: nothing is read from it, and nothing is stored.
     """
     request = tl.program_id(0)
     channel, column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_W)
@@ -66,7 +66,7 @@ def convolve_kernel(
             old = tl.load(held[None, :] + (W - 1) + source, mask=in_tile & begun & (source < 0), other=0.0)
             total += weight[None, :] * tl.where(source >= 0, new, old).to(tl.float32)
             if VERIFY and tap > 0:
-                # The taps behind the first one read the window behind the token.
+                # The taps after the first one read the window after the token.
                 at = scratch_ptr + request.to(tl.int64) * scratch_row + token * scratch_node
                 tl.store(at + channel[None, :] * (W - 1) + (tap - 1), tl.where(source >= 0, new, old), mask=in_tile)
         if SILU:
@@ -148,7 +148,8 @@ def commit_kernel(
     pool_ptr, scratch_ptr, step_ptr, slot_ptr, pool_slot, scratch_row, scratch_node, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy what is behind one node of a request to a slot. A step of -1, and a slot below 1, store nothing."""
+    """Copy window and state after one node of a request to a slot. For a step of -1, and for a slot below 1, nothing is
+    stored."""
     request, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     step, slot = tl.load(step_ptr + request).to(tl.int64), tl.load(slot_ptr + request).to(tl.int64)
     stays = (at < SIZE) & (step >= 0) & (slot > 0)
@@ -157,7 +158,7 @@ def commit_kernel(
 
 
 class TritonStateBackend(StateBackend):
-    """GDN with SGLang's rollback by a commit, copies for prefix caches, and slots that may lie apart."""
+    """GDN with SGLang's rollback by a commit, copies for prefix caches, and slots that may be strided."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         eager={ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY},
@@ -219,12 +220,12 @@ class TritonStateBackend(StateBackend):
         return {"pool_slot": pool.stride(0), "value_step": steps[0], "key_step": steps[1]}
 
     def sizes(self, layer: StateLayer) -> dict[str, int]:
-        """Widths of keys and values, and those of tiles; LAST: end of the values of a head."""
+        """Widths of keys, values and tiles; LAST: end of the values of a head."""
         blocks = triton.next_power_of_2(layer.k_dim), 64 if _INTERPRETED else 32
         return {"K": layer.k_dim, "V": layer.v_dim, "LAST": layer.v_dim, "BLOCK_K": blocks[0], "BLOCK_V": blocks[1]}
 
     def tile(self, batch: ForwardBatch) -> int:
-        """Rows of a request that the convolution takes at a time: a power of 2."""
+        """Rows of a request that the convolution processes at a time: a power of 2."""
         if batch.forward_mode is ForwardMode.EXTEND:
             return 64 if _INTERPRETED else 16
         rows: int = triton.next_power_of_2(max(batch.input_ids.shape[0] // batch.batch_size, 1))
@@ -273,7 +274,7 @@ class TritonStateBackend(StateBackend):
 
     @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
-        """Copy nodes of the scratch to slots, and to those of copies."""
+        """Copy nodes of the scratch to the slots of requests, and to the slots of prefix-cache copies."""
         copies = state.snapshot
         for layer in self.states.layers if len(steps) else ():
             for pool, scratch in zip(self.pools(layer), self.states.pool.scratch(layer.layer_id), strict=True):
@@ -282,7 +283,7 @@ class TritonStateBackend(StateBackend):
                     self.copy_nodes(pool, scratch, copies.rows - 1, copies.slots)
 
     def copy_nodes(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy what is after node ``steps`` of each draft to ``slots``, both [bs]."""
+        """Copy window and state after node ``steps`` of each draft to ``slots``, both [bs]."""
         size = pool[0].numel()
         block = min(1 << 14 if _INTERPRETED else 1024, triton.next_power_of_2(size))
         commit_kernel[(len(steps), triton.cdiv(size, block))](

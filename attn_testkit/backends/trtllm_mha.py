@@ -4,7 +4,7 @@ The decode kernel serves decode, target-verify and draft-extend v2, in which eve
 query rows, and draft-decode, where each branch is a request to it. Draft-extend v1 and extend have ragged rows and use
 the context kernel, which exists only for SM100.
 
-All metadata are made on the device, inside the graph: a replay needs nothing from the host, no lengths either.
+All metadata are made on the device, inside the graph: a replay needs nothing from the host, not even lengths.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class _Metadata:
 
     In draft-decode ``bs`` counts branches here."""
     cache_seqlens: torch.Tensor
-    """[bs] int32: keys, this step's included; of a draft's forwards those of the first."""
+    """[bs] int32: number of keys, this step's included; in a draft, as in its first forward."""
     width: int
-    """Query rows per request: exactly in the decode kernel, at most in the context kernel."""
+    """Query rows per request: the exact number in the decode kernel, an upper bound in the context kernel."""
     cu_seqlens_q: torch.Tensor
     """[bs + 1] int32: first query row of each request; the decode kernel counts in steps of ``width`` and does not read
     it."""
@@ -134,7 +134,8 @@ class TRTLLMMHABackend(AttentionBackend):
         self._verify_mask: VerifyMask | None = None
 
     def _make_workspace(self) -> None:
-        """Zeroed once: XQA keeps semaphores in front and trtllm-gen counters, and both leave them zero."""
+        """Allocate the workspace, zeroed once: XQA keeps semaphores at its front, trtllm-gen keeps counters there, and
+        both are zero again after each launch."""
         context = self.context
         scratch = _SCRATCH_BYTES if device_is_real(context.device) else _SCRATCH_BYTES_EMULATED
         self._workspace = torch.zeros(SEMAPHORE_BYTES + scratch, dtype=torch.uint8, device=context.device)
@@ -145,7 +146,7 @@ class TRTLLMMHABackend(AttentionBackend):
     # Metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The buffers of all graphs. The table is not cleared: nothing may depend on its tails."""
+        """Allocate the buffers of all graphs. The table is not cleared: nothing may depend on its tails."""
         self._static = self._new_metadata(self._most_rows)
         if ForwardMode.TARGET_VERIFY in self.context.modes:
             n = self.context.num_draft_tokens
@@ -154,7 +155,8 @@ class TRTLLMMHABackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Scratch for the draft stage, so that it needs no host lengths to size a mask that nobody reads."""
+        """Return scratch memory for the draft stage, which then needs no host lengths to size a mask that nobody
+        reads."""
         return self._verify_mask
 
     def _new_metadata(self, bs: int) -> _Metadata:
@@ -272,7 +274,7 @@ class TRTLLMMHABackend(AttentionBackend):
         return self._step(common, metadata, layer)
 
     def _query(self, q: torch.Tensor, layer: AttentionLayer, fp8: bool) -> torch.Tensor:
-        """[T, Hq, D], contiguous: XQA reads past strides. trtllm-gen needs FP8 queries for FP8 keys."""
+        """[T, Hq, D], contiguous: XQA ignores strides. trtllm-gen needs FP8 queries for FP8 keys."""
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if fp8 and not self._uses_xqa:
             return q.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)

@@ -1,12 +1,12 @@
 """FlashInfer's trtllm-gen MLA decode kernel, for all modes: ``trtllm_batch_decode_with_kv_cache_mla``.
 
-The kernel takes as many query rows for each request, causal to the end of its keys. In draft-decode each branch is a
-request to it. Draft-extend v1 has fewer rows for
-most requests; they are put at the *end* of their request's row block. There they see what they should with ``seq_lens``
-as they are, and the kernel is never asked to look behind a request's last key. (Servers put them at the front and
-lengthen ``seq_lens`` by what is missing, so that the kernel multiplies other requests' slots by zero.)
+The kernel needs the same number of query rows for each request, causal to the end of its keys. In draft-decode each
+branch is a request to it. Draft-extend v1 has fewer rows for most requests; they are put at the *end* of their
+request's row block. There each row sees the right keys with unchanged ``seq_lens``, and the kernel never reads past a
+request's last key. (Servers put the rows at the front and lengthen ``seq_lens`` by the number of missing rows, so the
+kernel multiplies other requests' slots by zero.)
 
-All metadata are made on the device, inside the graph: a replay needs nothing from the host, no lengths either.
+All metadata are made on the device, inside the graph: a replay needs nothing from the host, not even lengths.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Metadata:
     """Inputs of the kernel of one step, and places of ragged rows; all on the device."""
 
     block_tables: torch.Tensor
-    """[bs, blocks] int32, -1 behind the last page of a request. In draft-decode ``bs`` counts branches here."""
+    """[bs, blocks] int32, -1 after the last page of a request. In draft-decode ``bs`` counts branches here."""
     seq_lens: torch.Tensor
-    """[bs] int32: keys, this step's included; of a draft's forwards those of the first."""
+    """[bs] int32: number of keys, this step's included; in a draft, as in its first forward."""
     ends: torch.Tensor
     """[bs] int32, draft-extend v1: end of each request's packed rows."""
     counts: torch.Tensor
@@ -108,7 +108,8 @@ class TRTLLMMLABackend(AttentionBackend):
         self._verify_mask: VerifyMask | None = None
 
     def _make_workspace(self) -> None:
-        """Zeroed once; the kernel's counters are in their own buffer and are zero again after each launch."""
+        """Allocate the workspace, zeroed once; the kernel's counters are in their own buffer and are zero again after
+        each launch."""
         context = self.context
         size = _WORKSPACE_BYTES if device_is_real(context.device) else _WORKSPACE_BYTES_EMULATED
         self._workspace = torch.zeros(size, dtype=torch.int8, device=context.device)
@@ -118,7 +119,7 @@ class TRTLLMMLABackend(AttentionBackend):
     # Metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The buffers of all graphs."""
+        """Allocate the buffers of all graphs."""
         self._static = self._new_metadata(self._most_rows, 1)
         if ForwardMode.TARGET_VERIFY in self.context.modes:
             n = self.context.num_draft_tokens
@@ -127,7 +128,8 @@ class TRTLLMMLABackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Scratch for the draft stage, so that it needs no host lengths to size a mask that nobody reads."""
+        """Return scratch memory for the draft stage, which then needs no host lengths to size a mask that nobody
+        reads."""
         return self._verify_mask
 
     def _new_metadata(self, bs: int, width: int) -> Metadata:
@@ -260,7 +262,7 @@ class TRTLLMMLABackend(AttentionBackend):
         return q[(metadata.ends[:, None] + place).clamp(0, q.shape[0] - 1)]
 
     def _unpad(self, out: torch.Tensor, rows: int, metadata: Metadata) -> torch.Tensor:
-        """[bs * width, H, D] -> packed rows; those behind the last request hold anything."""
+        """[bs * width, H, D] -> packed rows; those after the last request hold anything."""
         row = torch.arange(rows, device=out.device, dtype=torch.int32)
         request = torch.searchsorted(metadata.ends, row, right=True).clamp(max=metadata.ends.shape[0] - 1)
         from_end = metadata.ends[request] - row

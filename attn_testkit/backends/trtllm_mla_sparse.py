@@ -1,9 +1,9 @@
 """FlashInfer's trtllm-gen MLA decode kernel over selected keys: ``sparse_mla_top_k`` of the same entry point.
 
-The kernel reads as many columns of a row's indices as the row sees keys by ``seq_lens``, and top-k at most. FlashInfer
-does not document what an index of -1 among them does, and rows may select fewer keys than they see. So each query
-row is given as one request, whose length is the number of keys that the row selects, as in vLLM 0.33.0
-(``FlashInferMLASparseImpl``). Such a step needs no plan: the indices come with each layer's forward.
+The kernel reads min(keys by ``seq_lens``, top-k) columns of a row's indices. FlashInfer does not document what an index
+of -1 among them does, and rows may select fewer keys than they see. So each query row is given as one request, whose
+length is the number of keys that the row selects, as in vLLM 0.33.0 (``FlashInferMLASparseImpl``). Such a step needs no
+plan: the indices come with each layer's forward.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from .trtllm_mla import TRTLLMMLABackend
 
 
 class TRTLLMMLASparseBackend(TRTLLMMLABackend):
-    """``selected`` holds slots of the KV pool, which the kernel takes in place of page tables."""
+    """``selected`` holds slots of the KV pool, which the kernel reads instead of page tables."""
 
     capabilities: ClassVar[Capabilities] = TRTLLMMLABackend.capabilities.with_changes(
-        # The kernel takes multiples of 4, and -1 only behind a row's keys.
+        # The kernel takes multiples of 4, and -1 only after a row's keys.
         sparse=Sparse(topk={16, 64, 2048}, index_space="slots", empty_rows=True, any_padding=True),
     )
 
     def _make_workspace(self) -> None:
-        """Counters for a request per row."""
+        """Allocate counters for one request per row."""
         self._most_rows = self.context.max_num_tokens
         super()._make_workspace()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Nothing: a step has no plan."""
+        """Do nothing: a step has no plan."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Nothing: a step has no plan."""
+        """Do nothing: a step has no plan."""
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Nothing: a step has no plan."""
+        """Do nothing: a step has no plan."""
 
     def forward(
         self,

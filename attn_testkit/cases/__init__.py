@@ -1,1 +1,1 @@
-"""Cases: the record, its id, the features in which cases differ, and server variants."""
+"""Cases: the record, its id, server variants and the other features in which cases differ."""

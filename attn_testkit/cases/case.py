@@ -1,4 +1,4 @@
-"""A case is data with a readable name, which is enough to rebuild it."""
+"""A case: data with a readable name, which is enough to rebuild the data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Case(Fields):
-    """One thing to try: fields, and the name that they have.
+    """One test case: its fields and their name.
 
     Raises ``ValueError`` for values that contradict each other (``Feature.wrong``) or exclude each other
     (``Trait.excludes``).
@@ -47,7 +47,7 @@ class Case(Fields):
 
     @cached_property
     def id(self) -> str:
-        """The name. ``parse_case`` turns it back into an equal case."""
+        """The name of the case. ``parse_case`` turns it back into an equal case."""
         return "-".join([self.mode.value, *filter(None, (word.write(self) for word in WORDS))])
 
     @cached_property
@@ -57,7 +57,8 @@ class Case(Fields):
 
     @property
     def inference_mode(self) -> bool:
-        """True if it runs under ``torch.inference_mode``. The other half of the cases run under ``torch.no_grad``."""
+        """True if the case runs under ``torch.inference_mode``. The other half of the cases run under
+        ``torch.no_grad``."""
         return self.derived("grad-mode") == 1
 
     @property
@@ -69,7 +70,8 @@ class Case(Fields):
 
     @property
     def has_rows_behind(self) -> bool:
-        """True if rows of NaN follow the last row in the memory of what a layer is given. One answer per instance."""
+        """True if rows of NaN follow the last row in the memory of a layer's inputs. The value is the same for a whole
+        instance."""
         own = self.instance_of or self
         return own.state is not None and own.derived("rows-behind") == 1
 
@@ -84,13 +86,13 @@ class Case(Fields):
         return derived_parameters.derived(self, name, n)
 
     def with_seed(self, seed: int) -> Case:
-        """Returns the case with other random data, slots and schedule."""
+        """Return the case with other random data, slots and schedule."""
         return self.with_changes(seed=seed)
 
 
 @lru_cache(maxsize=4)
 def _readers(layouts: frozenset[str]) -> tuple[tuple[re.Pattern[str], Word], ...]:
-    """Every word with its pattern. ``layouts``: the head layouts that there are, which a pattern follows from."""
+    """Every word with its pattern. ``layouts``: the existing head layouts, from which a pattern follows."""
     return tuple((re.compile(word.current() if word.current else word.pattern), word) for word in WORDS)
 
 
@@ -133,7 +135,7 @@ def _parsed(case_id: str) -> Case:
     missing = [name for name in _NEEDED if name not in values]
     if missing:
         raise ValueError(
-            f"it does not say: {', '.join(missing)}; to select by a part of ids, write a glob such as {case_id + '*'!r}"
+            f"it lacks {', '.join(missing)}; to select by a part of ids, write a glob such as {case_id + '*'!r}"
         )
     case = Case(**values)
     if case.id != case_id:

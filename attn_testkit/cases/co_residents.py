@@ -1,4 +1,4 @@
-"""Co-resident cases of a case: those of the other modes on its instance, and that of another instance."""
+"""Co-resident cases of a case: the cases of other modes on its instance, and the case of another instance."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _MOST_DIM = 128
 
 
 def many_heads(declared: Capabilities, like: Heads, most: int) -> Heads:
-    """``most`` query heads, or what is declared that comes next to it; MLA for MLA, and another layout for any
-    other."""
+    """``most`` query heads, or the nearest declared number; MLA for MLA, and another layout otherwise."""
     groups = [group for group in declared.gqa_ratios if 1 < group <= most]
     if like.layout.values_in_keys:
         return replace(like, q_heads=max(groups, default=like.q_heads))
@@ -54,7 +53,7 @@ def with_other_heads(declared: Capabilities, case: Case) -> Case:
 
 
 def branching(width: int) -> Tree:
-    """``width`` nodes, two children each: nothing that takes it for a chain gets it right."""
+    """``width`` nodes with two children each: code that treats the tree as a chain fails."""
     return Tree(tuple((node - 1) // 2 for node in range(1, width)))
 
 
@@ -68,7 +67,7 @@ def co_residents(
 ) -> list[Case]:
     """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
 
-    One for each of ``modes`` but the case's own, in their order; for draft-decode none where the others' rows leave its
+    One for each of ``modes`` but the case's own, in their order; no draft-decode if the rows of the others leave its
     branches no step. ``max_q_rows`` and what follows: as declared.
     """
     width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
@@ -94,7 +93,7 @@ def co_residents(
 
 
 _CHUNK = 16
-"""Tokens of a chunk where no states are copied."""
+"""Tokens of a chunk if no states are copied."""
 
 
 def _prompts_with_states(case: Case, most: int) -> Extend:
@@ -109,17 +108,16 @@ def _prompts_with_states(case: Case, most: int) -> Extend:
 
 
 def declared_co_residents(declared: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
-    """``co_residents`` of these modes, no larger than is declared."""
+    """``co_residents`` of these modes, within the declared limits."""
     max_topk = declared.max_topk if declared.windows.in_trees or case.window < 0 else 1
     most = (declared.max_q_rows, max_topk, declared.max_extend_tokens, declared.max_draft_branches)
     return [nearest_declared(declared, each) for each in co_residents(case, modes, *most)]
 
 
 def co_resident_of(declared: Capabilities, case: Case) -> Case:
-    """The case of another instance in the process, such as a draft model's next to its target's.
-
-    It has other heads and other pages, if others are declared, and another width, as an instance for shorter drafts has
-    (SGLang's ``speculative_adaptive``).
+    """The case of another instance in the process, such as a draft model's instance next to its target's. It has other
+    heads and other pages, if others are declared, and another width, like an instance for shorter drafts (SGLang's
+    ``speculative_adaptive``).
     """
     own = case.heads
     layouts = [heads for heads in typical_heads(declared) if alike(heads, own)]

@@ -1,9 +1,9 @@
 """Steps in which everything that varies from step to step is combined: the second level of the catalogue.
 
 Other steps are made of the case's own batch, each for a purpose (``plans.py``). A replay costs a thirtieth of an
-instance with its captures, so an instance has a few more, with other lengths, requests, slots, padding and data: each
-takes a value that none of the others has, and where a case begins follows from its id, so that the cases of a tier
-meet the triples of values that one instance cannot.
+instance with its captures, so an instance runs a few more replays, with other lengths, requests, slots, padding and
+data. Each replay has a value that no other has. The first values of a case follow from its id, so all cases of a tier
+together have the triples of values that one instance cannot have.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .fields import Fields
 from .plan import Plan
 
 _FEW, _MANY = 1, 3
-"""Steps whose values are combined. Many for layers that have each their own options: such an instance is made for many
-checks, and costs more to set up.
+"""Number of steps whose values are combined. It is larger if each layer has its own options, because such an instance
+costs more to set up.
 """
 _MOST_TOKENS = 512
 _MOST_REQUESTS = 9
@@ -39,8 +39,8 @@ _COLUMNS: dict[str, Sequence[Any]] = {
 
 
 def combined_plans(case: Fields, buckets: Sequence[int], plans: Sequence[Plan]) -> list[Plan]:
-    """Further steps of a case that has ``plans``: no request is longer than the longest of theirs, and no step
-    has more keys than their largest. None for a loop, and for layers that keep a state.
+    """Further steps of a case that has ``plans``: no request is longer than the longest of theirs, and no step has more
+    keys than their largest. There are none for a loop, or for layers that keep a state.
     """
     if case.rounds or case.state is not None:
         return []

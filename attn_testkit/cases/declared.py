@@ -1,4 +1,4 @@
-"""Comparison of a case that no catalogue made with what a backend declares."""
+"""Comparison of what a backend declares with a case that was not made by the catalogue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def within_declared(declared: Capabilities, case: Case) -> bool:
 
 
 def not_declared(declared: Capabilities, case: Case) -> str:
-    """The first value of ``case`` that is not declared, in words, in the order of an id's words; empty if all are."""
+    """The first value of ``case`` that is not declared, in words, in the order of an id's words; empty if all values
+    are declared."""
     asked = (asked for feature in FEATURES for asked in feature.declared)
     found = next((each.words(case) for each in asked if not each.declared(declared, case)), "")
     return found or ("" if within_declared(declared, case) else "as many tokens of context")

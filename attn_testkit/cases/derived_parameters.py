@@ -1,8 +1,8 @@
 """Derived parameters of a case, which its id does not show: one table, each a hash of (id, name of the parameter).
 
-Hashes of different names have nothing in common, so over many cases every value of one choice meets every value of
-another; ``tests/cases/test_derived_parameters.py`` counts. ``attn-testkit explain CASE`` shows what a case chose. A
-choice says when it applies, and may be asked for then only: what ``explain`` shows is what is run.
+Hashes of different names are independent, so over many cases every value of one choice occurs with every value of
+another; ``tests/cases/test_derived_parameters.py`` counts this. ``attn-testkit explain CASE`` shows what a case chose.
+A choice has a condition, and may be read only if it applies: so ``explain`` shows what runs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class DerivedParameter:
     about: str
     """The parameter in plain words."""
     values: tuple[Value, ...]
-    """Values in the order of what ``derived`` returns. Empty: the caller gives their number."""
+    """Values in the order of the numbers that ``derived`` returns. Empty: the caller passes the number of values."""
     applies: Callable[[Fields], bool] = lambda case: True
     execution: Execution | None = None
-    """The only execution that it changes; None: both."""
+    """The only execution that the parameter changes; None: both."""
 
     @property
     def total(self) -> int:
@@ -61,13 +61,13 @@ def _others_may_have_one(case: Fields) -> bool:
 
 
 def address_varies(case: Fields) -> bool:
-    """True if the kit decides where the pool of a case lies: no backend lays it out, and it has an ordinary size."""
+    """True if the kit decides where the pool of a case is: no backend lays it out, and it has an ordinary size."""
     has_large_pool = "bigpool" in case.variants or (case.state is not None and case.state.big)
     return case.kv_layout != OWN and not has_large_pool
 
 
 def scales_are_computed(case: Fields) -> bool:
-    """True if rows of the pool hold scales, which are computed from the numbers of a tile."""
+    """True if rows of the pool hold scales that are computed from the numbers of a tile."""
     form = ROW_FORMATS.get(case.kv_dtype)
     return form is not None and any(plane.is_scales for plane in form.planes)
 
@@ -75,36 +75,36 @@ def scales_are_computed(case: Fields) -> bool:
 _QUARTERS = ("first", "second", "third", "last")
 _LAYERS_IN_WORDS = tuple(Value(f"layer {place}, and every fourth one after it") for place in range(TURNS))
 CONTIGUOUS = 1
-"""The value of ``qkv-memory`` that makes q, k and v their own tensors."""
+"""The value of ``qkv-memory`` for which q, k and v are three separate tensors."""
 
 DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     DerivedParameter(
-        "grad-mode", "how gradients are turned off", (Value("torch.no_grad"), Value("torch.inference_mode"))
+        "grad-mode", "how gradients are disabled", (Value("torch.no_grad"), Value("torch.inference_mode"))
     ),
     DerivedParameter(
         "qkv-memory",
-        "how q, k and v lie in memory",
+        "memory layout of q, k and v",
         (Value("strided views of one packed tensor"), Value("contiguous tensors")),
     ),
     # If MLA is attended as MHA, a prompt's k or v is a part of what one projection gives for each head (kv_b_proj).
     DerivedParameter(
         "kv-memory",
-        "how k and v of new tokens lie in memory",
-        (Value("as q does"), Value("side by side in each head, where takes_strided_heads is declared; else as q does")),
+        "memory layout of k and v of new tokens",
+        (Value("as q does"), Value("side by side in each head, if takes_strided_heads is declared; otherwise like q")),
         lambda case: case.mode is ForwardMode.EXTEND and not case.heads.layout.values_in_keys,
     ),
     # Rows of a tile that no request has count 0 times what lies there (vllm-ascend #10276). In the other half of the
-    # cases memory ends with the last row, so that the emulation reports what is read behind it. Layers without a state
+    # cases memory ends with the last row, so that the emulation reports what is read after it. Layers without a state
     # have the server variant ``piecewise``.
     DerivedParameter(
         "rows-behind",
-        "what follows the last row in the memory of q, k and v",
-        (Value("nothing: the memory ends there"), Value("rows of NaN, as in a server's longer buffer")),
+        "memory after the last row of q, k and v",
+        (Value("none: the memory ends with the last row"), Value("rows of NaN, as in a server's longer buffer")),
         lambda case: case.state is not None,
     ),
     DerivedParameter(
         "windowed-layer",
-        "the layer with the case's window; every second one from it on has it",
+        "the first layer with the case's window; every second layer from there on has it",
         (Value("layer 0"), Value("layer 1")),
         _one_layer_has_it,
     ),
@@ -116,19 +116,19 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     ),
     DerivedParameter(
         "capped-layer",
-        "the layer with the soft cap; every second one from it on has it",
+        "the first layer with the soft cap; every second layer from there on has it",
         (Value("layer 0"), Value("layer 1")),
         lambda case: case.logit_cap > 0 and not case.layers.varied and case.layers.count > 1,
     ),
     DerivedParameter(
         "narrowest-layer",
-        "the layer with the case's window; those after it have none, then wider ones",
+        "the first layer with the case's window; later layers have none, then wider windows",
         _LAYERS_IN_WORDS,
         lambda case: case.layers.varied and case.window >= 0,
     ),
     DerivedParameter(
         "richest-layer",
-        "the layer with soft cap and sinks; after it one has the cap, one neither, and one sinks",
+        "the first layer with soft cap and sinks; the next layers have only the cap, neither, and only sinks",
         _LAYERS_IN_WORDS,
         lambda case: case.layers.varied and (case.logit_cap > 0 or case.sinks),
     ),
@@ -136,32 +136,32 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     DerivedParameter(
         "context-room",
         "max_context_len compared with the longest request",
-        (Value("at least a page longer, whole pages", 3), Value("filled to the last token")),
+        (Value("longer by at least a page, in whole pages", 3), Value("equal: the longest request fills it")),
     ),
     DerivedParameter(
         "shared-prefixes",
-        "where the prefixes that requests share part",
+        "position at which shared prefixes diverge",
         (Value("as late as the second longest prefix allows"), Value("before the shortest prefix ends")),
         lambda case: case.layout == "shared",
     ),
     # Each replay but the first two has another; see ``steps/variety.py``.
     DerivedParameter(
         "layout-turns",
-        "layouts of the steps from step 2 on, all in turn",
-        (Value("forwards from the case's"), Value("backwards")),
+        "layouts of the steps from step 2 on, in turn",
+        (Value("in order, beginning with the case's"), Value("backwards")),
         lambda case: case.layout != "shared",
     ),
     DerivedParameter(
         "padding-turns",
         "padding of the replays from step 2 on, all in turn",
-        (Value("forwards from the case's"), Value("backwards")),
+        (Value("in order, beginning with the case's"), Value("backwards")),
         lambda case: case.padding != "small",
         Execution.GRAPH,
     ),
     DerivedParameter(
         "data-turns",
         "data of the steps from step 2 on: the case's, gauss, shifted and one_hot in turn",
-        (Value("forwards from the case's"), Value("backwards")),
+        (Value("in order, beginning with the case's"), Value("backwards")),
         lambda case: case.data in DATA,
     ),
     # Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
@@ -169,7 +169,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     DerivedParameter(
         "draft-depth",
         "S of the draft tree whose nodes are the rows",
-        (Value("a chain: rows - 1"), Value("as shallow as the accepted counts allow")),
+        (Value("rows - 1, for a chain"), Value("as shallow as the accepted counts allow")),
         lambda case: case.mode is ForwardMode.DRAFT_EXTEND_V2 and shallow_depth(case) < case.width - 1,
     ),
     DerivedParameter(
@@ -181,31 +181,35 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     # A small pool of a test lies across such a place by chance only; that of a server always does.
     DerivedParameter(
         "pool-address",
-        "where the pool lies in memory",
+        "address of the pool",
         (
             Value("anywhere", 8),
-            *(Value(f"across a multiple of 4 GiB, in its {each} quarter") for each in _QUARTERS),
+            *(Value(f"a multiple of 4 GiB is in the {each} quarter of the pool") for each in _QUARTERS),
         ),
         address_varies,
     ),
     # The scale of such a tile is 0 if it is computed like the others, and zeros are divided by it (aiter #4195).
     DerivedParameter(
         "tiles-of-zeros",
-        "rows and tiles of zeros among keys and values, in steps of gauss data",
-        (Value("none"), Value("some rows, all but one tile of others, and some tiles", 3)),
+        "zeros among keys and values, in steps with gauss data",
+        (Value("none"), Value("some rows, all except one tile of other rows, and some tiles", 3)),
         scales_are_computed,
     ),
-    # A scheduler has so many tokens for a step: one prompt fills them while others decode, or several share them.
+    # A scheduler has a number of tokens for a step: one prompt fills them while others decode, or several share them.
     DerivedParameter(
         "chunked-requests",
-        "whose prompt goes on after the first chunk",
-        (Value("the longest chunk's; the others decode"), Value("everyone's")),
+        "requests whose prompt continues after the first chunk",
+        (Value("only the request of the longest chunk; the others decode"), Value("everyone's")),
         lambda case: case.chunks > 1,
     ),
     DerivedParameter(
         "last-chunk",
         "new tokens of the last chunk",
-        (Value("1, which looks like a decode"), Value("half of the one before"), Value("as many as before")),
+        (
+            Value("1, which looks like a decode"),
+            Value("half of the chunk before"),
+            Value("as many as in the chunk before"),
+        ),
         lambda case: case.chunks > 1,
     ),
     # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367). For backends
@@ -227,7 +231,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     # State that a backend keeps by the lengths is right for all steps but the first of these. The others label steps.
     DerivedParameter(
         "second-step",
-        "the step after the first, on the same instance",
+        "the second step on the same instance",
         (
             Value("lengths of the first step, other requests", 9),
             Value("longer, exact", 2),
@@ -246,21 +250,24 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     DerivedParameter(
         "second-step-stored",
         "save_kv_cache of the second step",
-        (Value("True"), Value("False: the pool holds the new keys and values, k and v are NaN")),
+        (Value("True"), Value("False: the pool holds the new keys and values, and k and v are NaN")),
         lambda case: case.state is None and not case.encoder_len,
         execution=Execution.EAGER,
     ),
     # State that is kept by shapes has the strides of the call that it was made for (flashinfer #4270).
     DerivedParameter(
         "second-step-memory",
-        "how q, k and v of the second step lie in memory",
-        (Value("as in the first"), Value("contiguous where those were views, and views where they were contiguous")),
+        "memory layout of q, k and v in the second step",
+        (
+            Value("as in the first step step step"),
+            Value("the opposite of the first: contiguous instead of views, or views instead of contiguous"),
+        ),
         execution=Execution.EAGER,
     ),
     # The second longest is long enough to be split, and does not set the batch's maximum length.
     DerivedParameter(
         "isolated-request",
-        "the request that runs again by itself, where batch invariance is declared",
+        "the request that runs again by itself, if batch invariance is declared",
         (Value("the second longest", 5), Value("the shortest"), Value("the first"), Value("the last")),
         lambda case: case.bs > 1 or (case.padding == "small" and case.bucket > 1),
         Execution.EAGER,
@@ -292,10 +299,10 @@ def derived(case: Fields, name: str, n: int | None = None) -> int:
     number = _hashed(case.id, name)
     if not parameter.values:
         if n is None or n < 1:
-            raise ValueError(f"choice {name!r} needs the number of its values, at least 1, and was asked with n = {n}")
+            raise ValueError(f"choice {name!r} needs the number of its values, at least 1; it was read with n = {n}")
         return number % n
     if n not in (None, len(parameter.values)):
-        raise ValueError(f"choice {name!r} has {len(parameter.values)} values, and was asked with n = {n}")
+        raise ValueError(f"choice {name!r} has {len(parameter.values)} values, but was read with n = {n}")
     number %= parameter.total
     for index, value in enumerate(parameter.values):
         number -= value.weight

@@ -1,4 +1,4 @@
-"""Draft-decode: the branches of a draft, who sees whom in them, and which columns of the request table they have."""
+"""Draft-decode: the branches of a draft, which tokens see each other, and their columns of the request table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         if self.branches < 1 or self.steps < 2:
-            raise ValueError(f"a draft has 1 branch and 2 steps at least, not {self.branches} and {self.steps}")
+            raise ValueError(f"a draft has at least 1 branch and 2 steps, not {self.branches} and {self.steps}")
 
     def __len__(self) -> int:
         return self.branches * self.forwards
@@ -52,14 +52,14 @@ class Draft:
         return first[:, None] + np.arange(self.steps)
 
     def copies(self, prefix: int, page: int) -> Ints:
-        """[K - 1, n] int64: columns where the branches behind the first have the prefix's last n tokens again.
+        """[K - 1, n] int64: columns where all branches after the first one have the prefix's last n tokens again.
 
-        Those of a page that the prefix fills in part, so that a branch can go on in its own page.
+        These are the tokens in a page that the prefix fills in part, so that a branch can continue in its own page.
         """
         return self.columns(prefix, page)[1:, :1] - prefix % page + np.arange(prefix % page)
 
     def room(self, prefix: int, page: int) -> int:
-        """Columns that a request takes, its prefix included."""
+        """Columns that a request needs, its prefix included."""
         # The last column of ``columns``, without its array: planning asks for thousands.
         return prefix + (self.branches - 1) * self._region(prefix, page) + self.steps
 

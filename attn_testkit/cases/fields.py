@@ -1,4 +1,4 @@
-"""The record behind a case: plain data, without a name. Features read it, check it and say how it is written."""
+"""The fields of a case: plain data, without a name. Features read it, check it and say how it is written."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Fields:
-    """The values of a case by name, and what follows from them. ``Case`` adds the id, which features write, and refuses
-    values that exclude each other.
+    """The values of a case by name, and properties that follow from them. ``Case`` adds the id, which features write,
+    and refuses values that exclude each other.
 
     Lengths are in tokens; every tuple has one entry per request.
     """
@@ -61,10 +61,10 @@ class Fields:
     data: str = "gauss"
     """A data pattern (``features/data_pattern.py``)."""
     window: int = -1
-    """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
+    """W of every second layer; the others have no window, or a wider one: see ``make_layers``."""
     layer_windows: str = "any"
-    """One of ``LAYER_WINDOWS``. ``one``: the others have none. ``same``: all layers have it. ``any`` without a
-    window."""
+    """One of ``LAYER_WINDOWS``. ``one``: the other layers have no window. ``same``: all layers have it. ``any``: for a
+    case without a window."""
     local_chunk: int = 0
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     encoder_len: int = 0
@@ -76,8 +76,8 @@ class Fields:
     qq_bias: str = "none"
     """One of ``QQ_BIASES`` (``features/qq_bias.py``), in all layers."""
     usual_scaling: bool = False
-    """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
-    without."""
+    """True if all layers have the scaling 1/sqrt(head_dim). If False, each layer has a different scaling; MLA always
+    has False."""
     logit_cap: float = 0.0
     """Soft cap of every second layer; 0.0: none."""
     sinks: bool = False
@@ -85,36 +85,36 @@ class Fields:
     selection: Selection | None = None
     """Keys that each row selects; None: a row attends to all keys that it may see."""
     indexer: Indexing | None = None
-    """Indexer that the backend selects keys with; None: selections are given."""
+    """Indexer with which the backend selects keys; None: the kit makes the selections."""
     layers: Layers = field(default=Layers())
     """Number and ids of the layers, and whether they share a KV group."""
     kv_splits: str = ""
     """Splits of the keys, each attended with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
     ``pagesR`` or ``tokensR`` for R ranks (``features/kv_splits.py``). Empty: no splits."""
     merged_by_backend: bool = False
-    """The backend merges the parts; otherwise the kit does."""
+    """True if the backend merges the splits; otherwise the kit merges them."""
     multi_mode: bool = False
-    """Graph runs of all declared modes share one backend instance and run interleaved."""
+    """True if graph runs of all declared modes share one backend instance and are interleaved."""
     variants: frozenset[str] = frozenset()
-    """Words of server variants (``features/server/``); none: as all servers do it."""
+    """Words of server variants (``features/server/``); empty: the conventions that all servers have."""
     seed: int = 0
     """Other data, slots, schedule and choices for the same shapes."""
     instance_of: Fields | None = field(default=None, repr=False)
-    """The case whose backend instance, and so whose layers, this one shares. No word of the id: ``co_residents`` and
-    the stages of a loop make such cases, and the id of the other case rebuilds them."""
+    """The case whose backend instance and layers this one shares. It is not part of the id: ``co_residents`` and the
+    stages of a loop make such cases, and the id of the other case rebuilds them."""
 
     def with_changes(self, **changes: Any) -> Self:
-        """The case with other values, by the names of its fields or those of its records."""
+        """The case with other values, by the names of its fields or of its records' fields."""
         return replace(self, **changes)
 
     @property
     def head_shape(self) -> HeadShape:
-        """Heads that hold those of every layer: see ``cases/head_shapes.py``."""
+        """Heads that contain the heads of every layer: see ``cases/head_shapes.py``."""
         return HeadShape(self.heads.q_heads, self.heads.kv_heads, self.head_dim + self.rope_dim)
 
     @cached_property
     def head_maps(self) -> tuple[HeadMap, ...]:
-        """Places of the heads of each layer in ``head_shape``; empty where all layers have that."""
+        """Places of the heads of each layer in ``head_shape``; empty if all layers have this shape."""
         shapes = self.layers.shapes
         return tuple(HeadMap(shapes[i % PERIOD], self.head_shape) for i in range(self.layers.count)) if shapes else ()
 
@@ -139,8 +139,8 @@ class Fields:
 
     @property
     def width(self) -> int:
-        """Rows of a request in the graph: 1, N (verify, v2), S + 1 (v1), those of all forwards (draft-decode). Extend:
-        a graph of B requests has B times as many, and a step shares them out.
+        """Rows of a request in the graph: 1, N (verify, v2), S + 1 (v1), rows of all forwards (draft-decode). Extend: a
+        graph of B requests has B times as many rows, which the requests of a step share.
         """
         return self.rows.width
 
@@ -171,16 +171,17 @@ class Fields:
 
     @property
     def with_prefix(self) -> bool:
-        """Draft-decode: no request of any step has an empty prefix. False elsewhere."""
+        """Draft-decode: True if every request of every step has a prefix. False elsewhere."""
         return isinstance(self.rows, Drafted) and self.rows.with_prefix
 
     @property
     def chunks(self) -> int:
-        """Extend: steps in which the prompts of the own batch come. 1 elsewhere."""
+        """Extend: number of chunks in which the prompts of the case's own batch arrive. 1 elsewhere."""
         return self.rows.chunks if isinstance(self.rows, Extend) else 1
 
     def of_requests(self, prefixes: tuple[int, ...], padded: int = 0, **changes: Any) -> Self:
-        """The case with these requests, all of them with the rows of its first one, and so many padded ones."""
+        """The case with these requests, all of them with the rows of its first request, and with this number of padded
+        requests."""
         rows = self.rows.counted(self.new[:1] * len(prefixes))
         return self.with_changes(**{"prefixes": prefixes, "rows": rows, "bucket": len(prefixes) + padded, **changes})
 
@@ -211,17 +212,17 @@ class Fields:
 
     @property
     def id(self) -> str:
-        """The name of the case. ``Case`` has it."""
+        """The name of the case; only ``Case`` has one."""
         raise NotImplementedError("Fields have no name; make a Case")
 
     def derived(self, name: str, n: int | None = None) -> int:
-        """The value of a derived parameter. ``Case`` has it."""
-        raise NotImplementedError("Fields have no name, which derived parameters follow from; make a Case")
+        """The value of a derived parameter; only ``Case`` has it."""
+        raise NotImplementedError("Fields have no name, from which derived parameters follow; make a Case")
 
     @property
     def context_len(self) -> int:
-        """``max_context_len`` of the schedule, in tokens. ``Case`` has it."""
-        raise NotImplementedError("Fields have no name, which lengths of steps follow from; make a Case")
+        """``max_context_len`` of the schedule, in tokens; only ``Case`` has it."""
+        raise NotImplementedError("Fields have no name, from which lengths of steps follow; make a Case")
 
     @cached_property
     def digest(self) -> int:
@@ -233,8 +234,7 @@ class Fields:
 
 
 DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(Fields) if each.name != "instance_of"}
-"""Name of a value of a case -> its default, or ``MISSING``. Each belongs to a feature. ``instance_of`` belongs to
-none."""
+"""Name of a value of a case -> its default, or ``MISSING``. Each value belongs to a feature, except ``instance_of``."""
 
 C = TypeVar("C", bound=Fields)
-"""A function of any record gives back the kind that it was given."""
+"""A type variable: a function of any record returns the type that it received."""

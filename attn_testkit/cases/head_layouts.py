@@ -1,4 +1,4 @@
-"""Head layouts that a backend declares, by what they have in common. ``contract/head_layout.py`` is their table."""
+"""Head layouts that a backend declares, by common properties. ``contract/head_layout.py`` is their table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_many(declared: Capabilities) -> list[HeadLayout]:
 
 
 def state_heads(declared: Capabilities) -> list[Heads]:
-    """Heads of declared layers that keep a state: two key heads of one value head each, then of more."""
+    """Heads of declared layers that keep a state: two key heads with one value head each, then with more."""
     found = []
     for layout in declared_layouts(declared):
         ratios = [1] if layout.kv_heads == "as many" else sorted(declared.gqa_ratios)[:3]
@@ -42,15 +42,15 @@ def latent(declared: Capabilities) -> list[HeadLayout]:
 
 
 def latent_heads(declared: Capabilities, q_heads: int) -> Heads:
-    """Heads of the first latent layout. Raises ``IndexError`` where none is declared."""
+    """Heads of the first latent layout. Raises ``IndexError`` if none is declared."""
     return Heads(latent(declared)[0].name, q_heads, 1)
 
 
 def plain_layout(declared: Capabilities) -> str:
-    """The first declared layout with as many KV heads as query heads; ``mha`` if there is none."""
+    """The first declared layout with as many KV heads as query heads; ``mha`` if there is no such layout."""
     return next((layout.name for layout in as_many(declared)), next(iter(HEAD_LAYOUTS)))
 
 
 def alike(one: Heads, other: Heads) -> bool:
-    """True if one may take the place of the other in a case: rows of both are of one kind, so widths mean the same."""
+    """True if one may replace the other in a case: rows of both are of the same kind, so widths mean the same."""
     return one.layout.values_in_keys == other.layout.values_in_keys

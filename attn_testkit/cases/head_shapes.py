@@ -1,9 +1,9 @@
 """Layers that differ in head counts and head dims: their two alternating shapes, and the places of their heads.
 
 Tensors that cover all layers (data, answers, limits, observations) have the case's shape. Each layer uses a part; the
-rest is zero. Its query heads come first, and so do its dims. A KV head is repeated wherever query
-heads of the layer look for theirs. So attention on the whole is attention on the parts, bit for bit: zeros add nothing
-to a product, and give nothing as values.
+rest is zero. Its query heads come first, and so do its dims. A KV head is repeated for all query heads of the layer
+that use it. So attention on the whole equals attention on the parts bit for bit: zeros add nothing to a product, and
+nothing as values.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class HeadMap:
 
     @cached_property
     def _kv_heads(self) -> list[int]:
-        """The first of the case's KV heads that holds each KV head of the layer."""
+        """First KV head of the case that contains each KV head of the layer."""
         each, of_case = (shape.num_qo_heads // shape.num_kv_heads for shape in (self.layer, self.case))
         return [head * each // of_case for head in range(self.layer.num_kv_heads)]
 
     @property
     def _times(self) -> int:
-        """KV heads of the case that hold one of the layer."""
+        """Number of KV heads of the case that contain one KV head of the layer."""
         return self.case.num_kv_heads * self.layer.num_qo_heads // self.case.num_qo_heads // self.layer.num_kv_heads
 
     def q_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """The layer's own of queries or outputs [..., Hq, D]: a view."""
+        """The layer's own part of queries or outputs [..., Hq, D]: a view."""
         return whole[..., : self.layer.num_qo_heads, : self.layer.head_dim]
 
     def kv_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """The layer's own of keys or values [..., Hk, D]: a copy."""
+        """The layer's own part of keys or values [..., Hk, D]: a copy."""
         return whole[..., self._kv_heads, : self.layer.head_dim]
 
     def q_whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -60,11 +60,11 @@ class HeadMap:
 
 
 def wrong_with_shapes(case: HeadShape, shapes: Sequence[HeadShape]) -> str:
-    """Reason why layers of these shapes do not fit into that of ``case``; empty if they do."""
+    """Reason why layers of these shapes do not fit into the shape of ``case``; empty if they fit."""
     if case.num_qo_heads != max(shape.num_qo_heads for shape in shapes):
         return "the case has as many query heads as the layer with most of them"
     if case.head_dim != max(shape.head_dim for shape in shapes):
-        return "the head dim of the case is the widest layer's"
+        return "the head dim of the case is that of the widest layer"
     ratios = [shape.num_qo_heads / shape.num_kv_heads for shape in shapes]
     least = case.num_qo_heads // case.num_kv_heads
     if least != min(ratios) or any(ratio % least for ratio in ratios):
@@ -94,8 +94,9 @@ _KV_HEADS = (4, 2, 1)
 def declared_shapes(declared: Capabilities) -> list[tuple[HeadShape, HeadShape]]:
     """Pairs that layers may alternate between; empty if only one shape is declared.
 
-    The first layer has many KV heads and a narrow head dim, the other fewer and a wide one, as windowed and full layers
-    have; then the first has less of everything, as a draft's layers have.
+    In the first pairs one layer has many KV heads and a narrow head dim, and the other has fewer KV heads and a wide
+    head dim, like windowed and full layers. In later pairs the first layer has less of everything, like a draft's
+    layers.
     """
     dims = sorted(declared.head_dims)
     narrow, wide = dims[0], dims[min(1, len(dims) - 1)]
@@ -121,7 +122,7 @@ def _ratio(heads: _Heads) -> int:
 
 
 def _heads(declared: Capabilities) -> list[_Heads]:
-    """Declared heads, with few KV heads."""
+    """Declared head layouts with few KV heads."""
     found = [(kv, kv) for kv in _KV_HEADS if "mha" in declared.families]
     groups = sorted(declared.gqa_ratios - {1})[:3]
     family = {1: "mqa"}
@@ -129,7 +130,8 @@ def _heads(declared: Capabilities) -> list[_Heads]:
 
 
 def _cheapest(pairs: Iterable[tuple[_Heads, _Heads]]) -> list[tuple[_Heads, _Heads]]:
-    """The cheapest pair, if any: several query heads for each of several KV heads in both, different KV heads."""
+    """The cheapest pair, if there is one: both have several query heads for each of several KV heads, and their numbers
+    of KV heads differ."""
 
     def cost(pair: tuple[_Heads, _Heads]) -> tuple[int, int, int]:
         minimal = sum((_ratio(heads) == 1) + (heads[1] == 1) for heads in pair)

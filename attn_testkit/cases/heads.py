@@ -19,12 +19,12 @@ class Heads:
 
     @property
     def layout(self) -> HeadLayout:
-        """Row of the table of head layouts. Raises ``KeyError`` for one that is in no table."""
+        """Row of the table of head layouts. Raises ``KeyError`` for an unknown family."""
         return HEAD_LAYOUTS[self.family]
 
     @classmethod
     def of(cls, family: str, q_heads: int, kv_heads: int, *, values_in_keys: bool = False) -> Heads:
-        """Heads of these numbers, whose layout in a family of layers follows from them. Raises ``LookupError``."""
+        """Heads of these numbers, from which their layout follows. Raises ``LookupError``."""
         return cls(head_layout_of(family, q_heads, kv_heads, values_in_keys=values_in_keys).name, q_heads, kv_heads)
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 INDEX_DATA = ("", "ties", "gauss")
-"""Numbers of index keys and queries. Empty: whole numbers of which every row has one best selection."""
+"""Data of index keys and queries. Empty: whole numbers for which every row has one best selection."""
 NEAR = "near"
 """Data of whole numbers, with which the scores of all keys differ by a few percent. Only cases of its own have it."""
 PATTERN = r"idx(\d+)(pow2)?(fused)?(reuse)?(ties|gauss|near)?"
@@ -22,7 +22,7 @@ class Indexing:
     pow2: bool = False
     """Scales of keys are powers of two."""
     fused: bool = False
-    """``forward`` selects."""
+    """True if ``forward`` selects the keys by itself."""
     reuse: bool = False
     """Every second layer uses the selection of the layer before it."""
     data: str = ""
@@ -44,5 +44,5 @@ class Indexing:
 
     @classmethod
     def read(cls, match: re.Match[str]) -> Indexing:
-        """The indexer that a match of ``PATTERN`` says."""
+        """The indexer of a match of ``PATTERN``."""
         return cls(int(match[1]), bool(match[2]), bool(match[3]), bool(match[4]), match[5] or "")

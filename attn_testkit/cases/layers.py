@@ -1,4 +1,4 @@
-"""The attention layers of the test model: how many, under which ids, and what differs from one to the next."""
+"""The attention layers of the test model: how many layers, their ids, and how they differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Setting(NamedTuple):
     """Settings of one layer."""
 
     factor: float
-    """Scaling of the layer, over 1/sqrt(width)."""
+    """Scaling of the layer, as a multiple of 1/sqrt(width)."""
     k_scale: float
     """Scale of K in an FP8 pool; ``v_scale`` is that of V."""
     v_scale: float
@@ -30,53 +30,57 @@ SETTINGS = (
     Setting(0.625, 4.0, 8.0, -0.25),
     Setting(1.125, 8.0, 4.0, 0.5),
 )
-"""Layer by layer. No two have one of them in common: what repeats after two layers is wrong in the third."""
+"""Settings of each layer. No two layers share a value, so code that repeats settings after two layers is wrong in the
+third."""
 PERIOD = 2
 """Layers after which windows and soft caps repeat, as in models in which every second layer has a window."""
 
 TURNS = 4
-"""Layers after which options repeat where each layer has its own combination of them."""
+"""Number of layers after which options repeat, if each layer has its own combination of options."""
 CAPPED, SINKING = (0, 1), (0, 3)
-"""Turns in which a layer has the soft cap, and sinks, where options vary: both, one of them, none, the other."""
+"""Turns in which a layer has the soft cap, and sinks, if options vary: first both, then one of them, none, and the
+other."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Number of attention layers, and their ids. Raises ``ValueError`` for none, more than six, or a negative id.
-
-    Also for shapes that are not two, or of one layer, and for options that vary inside a KV group: it has one window.
-
-    Three from 5 are those of a later pipeline rank: no id is an index into a list of as many entries as layers.
+    """Number of attention layers, and their ids. Raises ``ValueError`` for no layer, more than six, or a negative id;
+    for another number of shapes than two, or shapes of a single layer; and for options that vary inside a KV group,
+    which has one window. Three layers from id 5 are like the layers of a later pipeline rank: no id is an index into a
+    list with one entry per layer.
     """
 
     count: int = 2
     first: int = 0
     """Id of the first layer; the others follow."""
     groups: bool = False
-    """Two KV groups, whose layers alternate: the windowed ones and the others. Without it all share one."""
+    """True if there are two KV groups whose layers alternate: windowed layers and the others. If False, all layers
+    share one KV group."""
 
     shapes: tuple[HeadShape, ...] = ()
-    """Alternating shapes of their heads. Empty: all have those of the case."""
+    """Alternating shapes of their heads. Empty: all layers have the shape of the case."""
     hybrid: bool = False
-    """Softmax layers between layers that keep a state, which are the first, third and so on."""
+    """True if softmax layers are between layers that keep a state, which are the first, third and so on."""
     varied: bool = False
-    """Each layer has its own combination of window, soft cap and sinks, out of those that the case has. Without it
-    windows and soft caps alternate, and all layers have sinks, or none."""
+    """True if each layer has its own combination of the case's window, soft cap and sinks. If False, windows and soft
+    caps alternate, and all layers have sinks, or none does."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= len(SETTINGS) or self.first < 0:
-            raise ValueError(f"{self.count} layers from id {self.first}: there are 1 to {len(SETTINGS)}, from 0 on")
+            raise ValueError(
+                f"{self.count} layers from id {self.first}: expected 1 to {len(SETTINGS)} layers, with ids from 0 on"
+            )
         if self.groups and self.count < PERIOD:
-            raise ValueError(f"{self.count} layer has no two KV groups")
+            raise ValueError(f"{self.count} layer cannot have two KV groups")
         if self.hybrid and (self.count < PERIOD or self.groups or self.shapes):
             raise ValueError(
-                f"{self.count} layers, hybrid: there is one of each kind, in one KV group, of the case's heads"
+                f"{self.count} layers, hybrid: expected layers of both kinds, in one KV group, with the case's heads"
             )
         if self.varied and (self.groups or self.hybrid or self.count < PERIOD):
-            raise ValueError(f"{self}: options vary between two layers or more, of one kind, which share a KV group")
+            raise ValueError(f"{self}: options vary only between two or more layers of one kind that share a KV group")
         if self.shapes and (len(self.shapes) != PERIOD or self.count < PERIOD or len(set(self.shapes)) == 1):
             raise ValueError(
-                f"{self}: layers alternate between two shapes of heads, which differ, or all have the case's"
+                f"{self}: layers alternate between two different shapes of heads, or all have the case's shape"
             )
 
     def __str__(self) -> str:
@@ -112,9 +116,9 @@ class Layers:
 
 
 def varies(row: Mapping[str, Any]) -> bool:
-    """True for a row of a covering array whose layers have each their own combination of options."""
+    """True for a row of a covering array in which each layer has its own combination of options."""
     return bool(row.get("varied"))
 
 
 LAYERS_WORD = rf"layers(\d+)from(\d+)(groups|hybrid)?(varied)?{SHAPES_WORD}"
-"""The word of a case id, which those of two layers from 0 lack."""
+"""The word of a case id; ids of cases with two layers from 0 do not have it."""

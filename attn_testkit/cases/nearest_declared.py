@@ -1,4 +1,4 @@
-"""Changes of every case for capabilities that are narrower than usual."""
+"""Changes that adapt every case to capabilities that are narrower than usual."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .fields import C
 
 
 def nearest_declared(declared: Capabilities, case: C) -> C:
-    """The case, or the nearest one that a backend with these capabilities takes."""
+    """The case, or the nearest case that a backend with these capabilities supports."""
     for feature in FEATURES:
         if not isinstance(feature.fit, Without):
             changes = feature.fit(declared, case)

@@ -1,4 +1,4 @@
-"""Normal numbers of a bank that numpy makes once: the same bits on every machine."""
+"""Normal numbers from a bank that numpy makes once; they have the same bits on every machine."""
 
 from __future__ import annotations
 

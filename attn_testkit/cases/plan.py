@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """One step before it has slots. See ``Step`` for the fields they share."""
+    """One step before it has slots. See ``Step`` for the fields that both have."""
 
     label: str
     bucket: int
@@ -15,16 +15,18 @@ class Plan:
     """Prefix tokens of each request."""
     eager_too: bool = False
     rotated: int | None = None
-    """Lengths are those of the step before, rotated by so many places."""
+    """Lengths are those of the step before, rotated by this number of places."""
     exact: bool = False
-    """True for a step with as many requests as the bucket has."""
+    """True for a step that fills its bucket with live requests."""
     new: tuple[int, ...] = ()
     """Extend: new tokens of each request. Empty elsewhere."""
     follows: bool = False
-    """Extend: the next chunk of the step before it: the same requests, whose prefix is what they had and were given."""
+    """Extend: True for the next chunk of the step before it. It has the same requests, and their prefix includes the
+    tokens of the step before."""
     encoder_lens: tuple[int, ...] = ()
     """Encoder keys of each request, the first of its prefix. Empty without cross-attention layers."""
     layout: str = ""
-    """Order of its slots. Empty: that of its turn (``steps/variety.py``), here and in ``padding`` and ``data``."""
+    """Order of its slots. Empty: the order of its turn (``steps/variety.py``); the same holds for ``padding`` and
+    ``data``."""
     padding: str = ""
     data: str = ""

@@ -1,7 +1,7 @@
 """Rows that each request has in a step: one type per kind of step, which holds what only that kind has.
 
 The forward mode follows from the type, so a tree in decode, chunks in target-verify or a draft without branches cannot
-be written down.
+be built.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .trees import Tree, chain
 
 
 def room_for(new: Sequence[int]) -> int:
-    """The least ``Extend.room`` whose graph holds these requests, where there are no others."""
+    """The least ``Extend.room`` whose graph has enough rows for these requests and no others."""
     return -(-sum(new) // len(new))
 
 
 def _check_rounds(rounds: int) -> None:
     if rounds < 0:
-        raise ValueError(f"{rounds} rounds: a loop has 1 or more, and 0 means no loop")
+        raise ValueError(f"{rounds} rounds: a loop has 1 or more rounds, and 0 means no loop")
 
 
 @dataclass(frozen=True)
 class _Uniform:
-    """Rows of which every request has the same, whatever the number of requests."""
+    """Rows whose number is the same for every request, however many requests there are."""
 
     @property
     def new(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class _Uniform:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Rows of which each request has its own number."""
+    """Rows whose number differs from request to request."""
 
     new: tuple[int, ...]
     """Draft-extend: accepted tokens of each request. Extend: new tokens of each."""
@@ -86,7 +86,7 @@ class Drafted(_Uniform):
     rounds: int = 0
     """Rounds of a greedy-equivalence loop (``steps/greedy_loop.py``), which run next to the steps."""
     with_prefix: bool = False
-    """No request of any step has an empty prefix."""
+    """True if every request of every step has a prefix."""
 
     def __post_init__(self) -> None:
         _check_rounds(self.rounds)
@@ -104,11 +104,11 @@ class Accepted(_Listed):
     width: int
     """Rows of a request in the graph: S + 1, in v2 N."""
     v2: bool = False
-    """Draft-extend v2, in which each request has ``width`` rows however many it accepts."""
+    """True for draft-extend v2: each request has ``width`` rows, however many tokens it accepts."""
 
     def __post_init__(self) -> None:
         if not all(1 <= count <= self.width for count in self.new):
-            raise ValueError(f"accepted counts {self.new} must be one per request, each 1..{self.width}")
+            raise ValueError(f"accepted counts {self.new}: expected one per request, each 1..{self.width}")
 
     @property
     def mode(self) -> ForwardMode:
@@ -118,20 +118,19 @@ class Accepted(_Listed):
 
 @dataclass(frozen=True)
 class Extend(_Listed):
-    """Extend: new tokens of each request. Raises ``ValueError`` for a batch without any, and for fewer than 1 chunk.
-
-    A graph of B requests has room for B * ``room`` tokens, and a step shares them out. A request may have 0 tokens next
-    to others that have some (``ServerConventions.takes_requests_without_rows``).
+    """Extend: new tokens of each request. Raises ``ValueError`` for a batch without new tokens, and for fewer than 1
+    chunk. A graph of B requests has B * ``room`` rows, which the requests of a step share. A request may have 0 tokens
+    next to others that have some (``ServerConventions.takes_requests_without_rows``).
     """
 
     mode: ClassVar = ForwardMode.EXTEND
     room: int
     chunks: int = 1
-    """Steps in which the prompts of the case's own batch come; it is the first of them."""
+    """Number of chunks in which the prompts of the case's own batch arrive; the own batch is the first chunk."""
 
     def __post_init__(self) -> None:
         if min(self.new, default=0) < 0 or (self.new and not any(self.new)):
-            raise ValueError(f"new tokens {self.new} must be 0 or more per request, and one or more in all")
+            raise ValueError(f"new tokens {self.new} must be 0 or more per request, and at least one in total")
         if self.chunks < 1:
             raise ValueError(f"{self.chunks} chunks: prompts come in one or more")
 
@@ -167,7 +166,8 @@ def minimal_rows(mode: ForwardMode) -> Rows:
 
 
 MIN_DRAFT_WIDTH = 2
-"""Narrower batches are those of other modes: a chain of its root is decode, and a draft of one step has no forward."""
+"""The least width. Narrower batches belong to other modes: a chain of only a root is decode, and a draft of one step
+has no forward."""
 
 
 def with_draft_width(rows: Rows, width: int) -> Rows:

@@ -1,4 +1,4 @@
-"""``Selection``: how many keys each row of a sparse case attends, and how they are given."""
+"""``Selection``: how many keys each row of a sparse case attends to, and in which form the backend gets them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Selection:
     topk: int
     """Width of ``selected``: most keys of a row."""
     slots: bool = False
-    """Indices are slots of the KV pool, not places of the request."""
+    """True if indices are slots of the KV pool, not positions in the request."""
     holes: bool = False
-    """-1 is listed before keys, too."""
+    """True if -1 may also come before a key."""
     empty_rows: bool = False
-    """Some rows select no key."""
+    """True if some rows select no key."""
     block: int = 1
     """Keys of a block; 1 if an index is a key."""
 
@@ -30,7 +30,7 @@ class Selection:
 
     @classmethod
     def read(cls, match: re.Match[str]) -> Selection:
-        """The selection that a match of ``PATTERN`` says."""
+        """The selection of a match of ``PATTERN``."""
         return cls(int(match[1]), bool(match[3]), bool(match[4]), bool(match[5]), int(match[2] or 1))
 
     @property

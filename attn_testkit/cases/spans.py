@@ -22,27 +22,26 @@ class SpanShape:
     """The spans of a case; ``contract/spans.py`` has the meaning of each field."""
 
     of_prefix: bool = False
-    """Spans lie in the prefix and begin there, too."""
+    """Spans are in the prefix or begin there, too."""
     wide: bool = False
-    """Some spans have more positions than the window of a layer."""
+    """True if some spans have more positions than the window of a layer."""
     by_layer: bool = False
-    """Some layers have spans, and others none."""
+    """True if some layers have spans and others do not."""
 
     def __str__(self) -> str:
         return f"spans{'prefix' * self.of_prefix}{'wide' * self.wide}{'bylayer' * self.by_layer}"
 
     @classmethod
     def read(cls, match: re.Match[str]) -> SpanShape:
-        """The spans that a match of ``SPANS_PATTERN`` says."""
+        """The spans of a match of ``SPANS_PATTERN``."""
         return cls(bool(match[1]), bool(match[2]), bool(match[3]))
 
 
 def spans_of_request(shape: SpanShape, turn: int, prefix: int, new: int, window: int, seed: int) -> tuple[Span, ...]:
-    """Spans of a request with ``prefix`` keys and ``new`` rows, ascending. Requests of successive turns differ in kind.
-
-    Turn 0: adjacent spans from the first row on, as blocks of a diffusion model. 1: no span. 2: spans at the first row
-    and at the last, one of a row, and two that are adjacent. 3: a span in the middle. 4: a span that begins in the
-    prefix, or all rows if spans of the prefix are not wanted. ``window``: W of the narrowest window, -1 for none. Only
+    """Spans of a request with ``prefix`` keys and ``new`` rows, ascending. Requests of successive turns differ in their
+    spans. Turn 0: adjacent spans from the first row on, like blocks of a diffusion model. 1: no span. 2: spans at the
+    first row and at the last, one of a row, and two that are adjacent. 3: a span in the middle. 4: a span that begins
+    in the prefix, or all rows if the prefix may have no spans. ``window``: W of the narrowest window, -1 for none. Only
     with ``shape.wide`` are spans longer than W + 1.
     """
     rng = np.random.default_rng(seed)

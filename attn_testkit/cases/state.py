@@ -18,7 +18,7 @@ _WORDS = {
     "copied": ("continues", "copy"), "source": ("continues", "source"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"), "strided": ("strided", True), "bigpool": ("big", True),
 }  # fmt: skip
-"""Word behind the sizes -> field and value. Other values are defaults, and not written."""
+"""Word after the sizes -> field and value. Other values are defaults, and not written."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class StateShape:
     continues: str = ""
     """Way in which requests continue states of a prefix cache: ``copy``, ``source``, or empty if none does."""
     big: bool = False
-    """The pool has so many slots that an element's place takes more than 31 bits; requests have slots at both ends."""
+    """The pool has so many slots that the place of an element needs more than 31 bits; requests have slots at both
+    ends."""
 
     def __str__(self) -> str:
         dtype = next(word for word, name in _DTYPES.items() if name == self.dtype)
@@ -62,7 +63,7 @@ class StateShape:
 
     @classmethod
     def read(cls, match: re.Match[str]) -> StateShape:
-        """The shape that a match of ``PATTERN`` says. Raises ``ValueError`` for an unknown word."""
+        """The shape of a match of ``PATTERN``. Raises ``ValueError`` for an unknown word."""
         words = [word for word in match[4].split(".") if word]
         unknown = [word for word in words if word not in _WORDS]
         if unknown:

@@ -1,4 +1,4 @@
-"""Traits: what a case has or lacks, and which of them no case has together."""
+"""Traits: what a case has or lacks, and which traits exclude each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Trait:
     """One thing that some cases have and others lack, in the file of the feature from which it follows."""
 
     name: str
-    """A phrase for people; of a server variant its word."""
+    """A phrase for people; for a server variant, its word."""
     has: Callable[[Fields], bool]
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Names of traits that no case has together with it -> why. It is said at one of the two."""
+    """Names of traits that no case has together with this one -> why. An exclusion is written at only one of the two
+    traits."""
 
 
 TRAITS: dict[str, Trait] = {}
@@ -24,10 +25,12 @@ TRAITS: dict[str, Trait] = {}
 
 
 def add_traits(found: Iterable[Trait]) -> None:
-    """Add traits. Raises ``ValueError`` for a second one of a name."""
+    """Add traits. Raises ``ValueError`` for a second trait of the same name."""
     for trait in found:
         if TRAITS.setdefault(trait.name, trait) is not trait:
-            raise ValueError(f"two features have a trait {trait.name!r}; give one of them another name")
+            raise ValueError(
+                f"two features have a trait {trait.name!r}; give one of them another order order order name"
+            )
 
 
 def exclusions() -> Iterator[tuple[str, str, str]]:
@@ -43,7 +46,7 @@ def never_with(case: Fields, trait: str) -> bool:
 
 
 def excluded(case: Fields) -> str:
-    """The reason why no case has two traits that this one has; empty if there is none."""
+    """The reason why two traits of this case exclude each other; empty if there is none."""
     present = {name for name, trait in TRAITS.items() if trait.has(case)}
     for name in sorted(present):
         for other, why in TRAITS[name].excludes.items():

@@ -1,7 +1,7 @@
-"""Draft trees: built from parents, and everything target-verify needs to know of them.
+"""Draft trees: how they are built from parents, and everything that target-verify needs from them.
 
-Host code on plain numpy arrays. Layouts and walk follow the servers' tree kernels; ``tests/cases/test_trees.py`` holds
-their golden vector.
+Host code on plain numpy arrays. Layouts and order follow the servers' tree kernels; ``tests/cases/test_trees.py`` holds
+reference values of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 class Tree:
     """A draft tree of N nodes. ``parents[j - 1]`` is the parent of node j; node 0 is the root.
 
-    Raises ``ValueError`` where a parent's id is not smaller than its child's.
+    Raises ``ValueError`` if a parent's id is not smaller than its child's.
     """
 
     parents: tuple[int, ...]
@@ -79,7 +79,7 @@ def chain(n: int) -> Tree:
 def random_tree(n: int, topk: int, depth: int, rng: np.random.Generator) -> Tree:
     """n nodes, at most ``topk`` children per node, at most ``depth`` levels below the root.
 
-    Raises ``ValueError`` when no such tree exists.
+    Raises ``ValueError`` if no such tree exists.
     """
     room = sum(topk**level for level in range(depth + 1))
     if room < n:
@@ -100,7 +100,7 @@ def from_scores(parent_list: Sequence[int], selected_index: Sequence[int], topk:
     """The tree that a top-k draft loop selects.
 
     ``selected_index`` [N - 1]: ascending positions in the flat candidate list (K of the first step, then K*K a step);
-    ``parent_list``: position in that list of each kept beam. A node whose group is 0 hangs on the root.
+    ``parent_list``: position in that list of each kept beam. The parent of a node in group 0 is the root.
     """
     selected = list(selected_index)
     parents = []
@@ -113,7 +113,7 @@ def from_scores(parent_list: Sequence[int], selected_index: Sequence[int], topk:
 def full_mask(trees: Sequence[Tree], prefixes: Sequence[int]) -> Bools:
     """FULL_MASK: for each request [N, prefix + N] row-major, one after another, flat. Bool; prefixes in tokens.
 
-    Raises ``ValueError`` where there is not one prefix for each tree.
+    Raises ``ValueError`` unless there is one prefix for each tree.
     """
     blocks = [
         np.concatenate([np.ones((len(tree), prefix), np.bool_), tree.visible], axis=1).reshape(-1)

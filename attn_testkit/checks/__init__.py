@@ -43,8 +43,8 @@ def _found() -> Iterator[Evaluation]:
 
 
 def _joined(found: Iterable[Evaluation]) -> dict[str, Evaluation]:
-    """Evaluations by id, one for each check. Raises ``ValueError`` for one of a check that the table does not have, and
-    for a check of a step without a function, or with two.
+    """Evaluations by id, one for each check. Raises ``ValueError`` for an evaluation whose check is not in the table,
+    and for a check of a step with no function or with two.
     """
     by_id: dict[str, Evaluation] = {}
     for each in found:
@@ -68,12 +68,13 @@ def evaluated(
     case: Case | None = None,
     not_compared: Collection[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Ids that were evaluated, and ids that apply and could not be evaluated, each in reading order.
+    """Ids of the checks that were evaluated, and of those that apply but could not be evaluated, each in reading order.
 
-    ``stage``: how far the case-run came. ``failed``: ids of its findings; each of them counts as evaluated, as do ids
-    that this kit does not know. If attention outputs are among them, checks ``behind_outputs`` were not evaluated.
+    ``stage``: the last stage that the case-run reached. ``failed``: ids of its findings; each of them counts as
+    evaluated, and so do ids that this kit does not know. If attention outputs are among them, checks ``behind_outputs``
+    were not evaluated.
     ``case``: leaves out checks that the case cannot show. Checks that need an eager run are not evaluated in a mode
-    without one. ``not_compared``: ids of checks that had nothing to compare with, and so were not evaluated.
+    without one. ``not_compared``: ids of checks that had nothing to compare with and were therefore not evaluated.
     """
     outputs_wrong = any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
     selected_wrong = [BEFORE_OUTPUTS.index(check) for check in failed if check in BEFORE_OUTPUTS]

@@ -1,4 +1,4 @@
-"""Checks of capabilities: the backend refuses what it does not declare, and what it declares works."""
+"""Checks of capabilities: the backend refuses undeclared contexts, and declared ones work."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def refuses_undeclared(
 ) -> list[Finding]:
     """Construct the backend for one undeclared context, another one in each case: it must raise ``Unsupported``.
 
-    ``context`` is that of the case's own instance, which was accepted. ``declared``: the capabilities that the judge
-    knows; None: those of the class.
+    ``context``: the context of the case's own instance, which was accepted. ``declared``: the capabilities that the
+    judge received; None: the class's own.
     """
     contexts = list(undeclared_contexts(backend_class.capabilities if declared is None else declared, context))
     if not contexts:

@@ -14,7 +14,7 @@ from .key_counts import key_ratio
 from .observation import Observation
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Size of an element -> the integers that its bits are compared as: NaN equals NaN, and -0 does not equal 0."""
+"""Size of an element -> the integer dtype in which its bits are compared: NaN equals NaN, and -0 does not equal 0."""
 
 
 class Ratios(NamedTuple):
@@ -27,7 +27,7 @@ class Ratios(NamedTuple):
 
 
 class Worst(NamedTuple):
-    """A place in the attention outputs, and how far it exceeds its limit."""
+    """A place in the attention outputs, and the ratio of its error to its limit."""
 
     layer: int
     row: int
@@ -46,7 +46,7 @@ class Comparison:
     expected: Expected
 
     def name(self, layer: int) -> str:
-        """Name of the layer that ran as number ``layer``, by its id."""
+        """Name, by its id, of the layer that ran as number ``layer``."""
         return self.observed.schedule.case.layers.name(layer)
 
     @cached_property
@@ -117,8 +117,8 @@ class Comparison:
 
     @cached_property
     def wrong(self) -> torch.Tensor:
-        """Elements beyond their limit, NaN included, [L, T, Hq, Dv] bool; also whole rows of which only the norm or the
-        count of a KV token is.
+        """Elements beyond their limit, NaN included, [L, T, Hq, Dv] bool; also whole rows in which only the norm or the
+        count of a KV token is wrong.
         """
         wrong = self.ratios.element > 1
         lost = ((self.ratios.row > 1) | (self.key_ratio > 1)) & ~wrong.any(-1)
@@ -160,7 +160,8 @@ class Comparison:
 
     @cached_property
     def worst(self) -> Worst | None:
-        """The finite element that is furthest out of its limit, else one of the row whose norm is; None: neither is."""
+        """The finite element with the largest ratio of error to limit, else an element of the row whose norm exceeds
+        its limit; None if nothing does."""
         if self.right:
             return None
         by_element, by_row = self.ratios
@@ -176,7 +177,8 @@ class Comparison:
 
     @cached_property
     def worst_row(self) -> int | None:
-        """The flat row that a finding's headline is about: unwritten, else NaN or Inf, else the worst; None: right."""
+        """The flat row for a finding's headline: an unwritten one, else one with NaN or Inf, else the worst; None if
+        all are right."""
         for bad in (self.unwritten, ~self.finite):
             if bad.any():
                 return int(bad.nonzero()[0][1])

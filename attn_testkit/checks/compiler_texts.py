@@ -1,4 +1,4 @@
-"""The reason in an exception of a torch compiler: such exceptions wrap each other, and all end in the same advice."""
+"""The reason in an exception of a torch compiler: such exceptions wrap each other and end with the same advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BOILERPLATE = re.compile(
     r"|^from user code:|^Hint: "
 )
 _GOT = re.compile(r"\bgot (\w+)\((['\"])(.*)\2\)", re.DOTALL)
-"""Dynamo's quotation of what an operation raised on fake tensors."""
+"""Dynamo's quotation of an error that an operation raised on fake tensors."""
 _LAYERS = 8
 """Number of nested exceptions that are searched."""
 

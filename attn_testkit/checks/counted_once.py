@@ -1,4 +1,4 @@
-"""The check of counts: every KV token of a row is attended exactly once, at any length."""
+"""The check of counts: every KV token of a row counts exactly once, at any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of where a difference is and how far it spreads."""
+"""Descriptions of a difference: where it is and how far it spreads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def spread_text(wrong: torch.Tensor, row_request: torch.Tensor, step: Step) -> s
 
 
 def _rows_text(wrong: torch.Tensor, row_request: torch.Tensor, bad: Sequence[int]) -> str:
-    """Name the wrong rows, as ``: 8-15``, if every wrong request has the same ones, and right ones too."""
+    """Name the wrong rows, as ``: 8-15``, if they are the same in every wrong request and other rows are right."""
     found = {tuple(wrong[row_request == i].nonzero().flatten().tolist()) for i in bad}
     some = all(len(rows) > 0 for rows in found) and all(not bool(wrong[row_request == i].all()) for i in bad)
     return f": {index_ranges(found.pop())}" if some and len(found) == 1 else ""

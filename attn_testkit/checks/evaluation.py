@@ -38,6 +38,6 @@ class Evaluation:
     """The check's id."""
     applies: Callable[[Capabilities, Execution], bool] = always
     shown_by: Callable[[Case], bool] = lambda case: True
-    """True if a case can show it: a single request has no other requests that could change its bits."""
+    """True if a case can show the failure: a single request has no other requests that could change its bits."""
     run: Run | None = None
     """The function that evaluates a step; None if a run, a comparison of runs, or diagnosis finds failures."""

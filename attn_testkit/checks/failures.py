@@ -50,7 +50,7 @@ _BEFORE_ANY_BATCH = ("constructor", "KV pool", "graph state", "verify mask", "fi
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """True if the user may have interrupted, and not the backend raised. Ctrl-C does not reach a worker."""
+    """True if the interrupt may come from the user and not from the backend. Ctrl-C does not reach a worker."""
     return isinstance(error, KeyboardInterrupt) and multiprocessing.parent_process() is None
 
 
@@ -69,7 +69,7 @@ def device_full(error: BaseException) -> str:
 
 
 def _asked_for(message: str) -> str:
-    """Cut off the list of all processes on the device that follows a message."""
+    """Remove the list of all processes on the device from the end of a message."""
     return re.split(r" Process [0-9]+ has| Including ", message)[0]
 
 
@@ -89,7 +89,7 @@ def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_le
 
 
 def _said(error: BaseException, name: str) -> str:
-    """Read an attribute of an emulation's error; errors of backends may use the same name for anything."""
+    """Read an attribute of an emulation's error; an error of a backend may have an unrelated attribute of this name."""
     found = inspect.getattr_static(error, name, "")
     return found if isinstance(found, str) else ""
 
@@ -132,7 +132,7 @@ def _classify(
         if _reads_host_lengths(_frames(error)):
             return "no-host-lengths", raised, f"{_NO_LENGTHS} are None"
         if _reads_host_lengths(_methods(error)):
-            hint = f"if it is a length: {_NO_LENGTHS} are None, even if another hook stored them"
+            hint = f"if the missing value is a length: {_NO_LENGTHS} are None, even if another hook stored them"
     if any("custom_mask" in place for place in (site_of(error, phase), message)):
         hint = (
             "custom_mask has the layout that verify_mask() returns, or whole prefixes (FULL_MASK) if that is None: a "
@@ -160,7 +160,8 @@ _NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and th
 
 
 def _reads_host_lengths(codes: Iterator[CodeType]) -> bool:
-    """True if an author's function names a length on the host. Otherwise a None may be anything that is not set yet."""
+    """True if an author's function names a length on the host. Otherwise a None may be any value that is not set
+    yet."""
     own = (code for code in codes if not _foreign(code.co_filename))
     return any(name.endswith("_cpu") or name == "seq_lens_sum" for code in own for name in _names_in(code))
 
@@ -208,14 +209,14 @@ _CAPTURE_HINT = "a capture allows no .item(), .cpu(), .tolist(), host copies or 
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message, without leading blank lines."""
+    """The first line of the error's message, without leading blank lines."""
     lines = message_of(error).strip().splitlines()
     return lines[0] if lines else "(no message)"
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason in its message: the first line, plus the last one if the first only announces it (``at 10:15:``, as
-    Triton's compiler does). For torch.compile, the message of the innermost exception.
+    """The reason in the error's message: the first line, plus the last one if the first only announces it (``at
+    10:15:``, as Triton's compiler does). For torch.compile, the message of the innermost exception.
     """
     said = said_by_compiler(error)
     if said:
@@ -237,7 +238,8 @@ def _kernel_line(error: BaseException) -> str:
 def site_of(error: BaseException, phase: str = "") -> str:
     """The innermost line of the author, not of torch or the kit, as ``file:line in function: code``.
 
-    If no such line was reached, as when a hook takes other arguments: the function that was called in ``phase``.
+    If no such line was reached, for example because a hook has the wrong parameters: the function that was called in
+    ``phase``.
     """
     site = inspect.getattr_static(error, "site", None)
     if isinstance(site, tuple) and len(site) == 3 and not is_generated(str(site[0])):
@@ -283,7 +285,7 @@ _HOOKS = {
 
 
 def _called(error: BaseException, phase: str) -> str:
-    """Place of the function that the kit called; empty if it is not the author's, or unknown."""
+    """Location of the function that the kit called; empty if the function is not the author's, or unknown."""
     named = re.match(r"[\w.<>]*?(\w+)\(\) (takes|missing|got)", message_of(error))
     name = named[1] if named and isinstance(error, TypeError) else _HOOKS.get(phase, "")
     for backend in _backends_in(error):

@@ -19,7 +19,7 @@ def graph_matches_eager(comparison: Comparison, *, same_bits: bool = False) -> l
     """Check that a replay is within two limits of the eager run of the same step: each may be off by one.
 
     ``same_bits``: batch invariance is declared, so the bits must be equal. Only that shows a split count that a graph
-    keeps from its capture (sglang #26019): any count is right within the limit.
+    keeps from its capture (sglang #26019): every split count gives a result within the limit.
     """
     observed, expected = comparison.observed, comparison.expected
     if comparison.right and comparison.as_in_eager:
@@ -35,7 +35,8 @@ def graph_matches_eager(comparison: Comparison, *, same_bits: bool = False) -> l
     return [
         Finding(
             "graph-matches-eager",
-            f"request {int(expected.data.row_request[row])} gives another result under the graph than in eager mode",
+            f"request {int(expected.data.row_request[row])} gives a different result under the graph than in eager "
+            "mode",
             where=f"out[{comparison.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}]: replay "
             f"{number(float(out[at]))}, eager {number(float(eager[at]))}, want {number(float(expected.attention[at]))}",
             spread=spread_text(wrong.any(0), expected.data.row_request, observed.step),
@@ -45,7 +46,7 @@ def graph_matches_eager(comparison: Comparison, *, same_bits: bool = False) -> l
 
 
 def _other_bits(comparison: Comparison, differs: torch.Tensor) -> list[Finding]:
-    """Report other bits, ``differs`` [L, T, Hq, Dv] bool."""
+    """Report bits that differ, ``differs`` [L, T, Hq, Dv] bool."""
     if not differs.any():
         return []
     observed, row_request = comparison.observed, comparison.expected.data.row_request
@@ -53,7 +54,7 @@ def _other_bits(comparison: Comparison, differs: torch.Tensor) -> list[Finding]:
     return [
         Finding(
             "graph-matches-eager",
-            f"request {request} gives other bits under the graph than in eager mode, although batch invariance is "
+            f"request {request} gives different bits under the graph than in eager mode, although batch invariance is "
             "declared",
             where=f"{int(differs.sum())} of {differs.numel()} values differ, all within the limit",
             spread=spread_text(differs.any(0), row_request, observed.step),
@@ -83,7 +84,7 @@ def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
     """Check that warm-ups of one plan agree, and that a dummy batch writes only page 0.
 
     ``uneven``: places where they do not agree. ``written``: slots outside page 0, ascending. A server captures while
-    requests are live (after a wake-up, or for a bucket that comes late), and any slot may be theirs.
+    requests are live (after a wake-up, or for a bucket that comes late), and any slot may belong to them.
     """
     found = [
         Finding(
@@ -101,8 +102,7 @@ def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
                 "captures-cleanly",
                 f"warm-ups or captures of a dummy batch write {len(written)} KV slots outside page 0",
                 where=f"slots {slots}; every out_cache_loc of the batch is 0",
-                hint="a server captures while requests are live, which may own these slots: store only at "
-                "out_cache_loc",
+                hint="a server captures while live requests may own these slots: store only at out_cache_loc",
             )
         )
     return found
@@ -117,11 +117,12 @@ def padding_finite(observed: Observation) -> list[Finding]:
             return [
                 Finding(
                     "padding-finite",
-                    f"{len(bad)} of {len(finite)} output rows of no request hold NaN or Inf, although finite_padding "
+                    f"{len(bad)} of {len(finite)} output rows that belong to no request hold NaN or Inf, although "
+                    "finite_padding "
                     "is declared",
                     where=f"{observed.schedule.case.layers.name(int(layer))}, rows {rows} of them",
                     hint="probably a row without keys (0 / 0 is NaN), or rows after the last request that no program "
-                    "writes; give zeros for both",
+                    "writes; return zeros for both",
                     step=observed.label,
                 )
             ]
@@ -129,7 +130,8 @@ def padding_finite(observed: Observation) -> list[Finding]:
 
 
 def _has_rows_of_no_request(case: Case) -> bool:
-    """True if replays have such rows with finite inputs, whose output the kit does not merge itself."""
+    """True if replays have rows that belong to no request, whose inputs are finite and whose output the kit does not
+    merge itself."""
     return (_has_padded_replays(case) or "padded_tokens" in case.variants) and not case.kv_splits
 
 

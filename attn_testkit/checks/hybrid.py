@@ -1,4 +1,4 @@
-"""The check of KV memory in a hybrid model: its slots are next to those of states, and compared by themselves."""
+"""The check of KV memory in a hybrid model: its slots are compared separately from slots of states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .observation import Observation
 
 
 def writes_own_keys(observed: Observation, case: Case) -> list[Finding]:
-    """Check that the KV slots of the batch, and page 0, are all that changed, and hold its keys and values."""
+    """Check that only the KV slots of the batch, and page 0, changed, and that they hold the batch's keys and
+    values."""
     inputs = observed.inputs
     found = observed.copies.group("pool")
     if inputs is None or not isinstance(inputs.data, HybridStepData) or "kv slots" not in found:
@@ -28,7 +29,8 @@ def writes_own_keys(observed: Observation, case: Case) -> list[Finding]:
     if others:
         return [
             _finding(
-                observed, f"KV slot {index_ranges(others)} was written, which the batch has no new token in",
+                observed, f"KV slot {index_ranges(others)} was written, although no new token of the batch belongs "
+                          "there",
                 f"slots of the new tokens: {index_ranges(own.tolist())}",
             )
         ]  # fmt: skip

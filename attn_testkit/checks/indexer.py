@@ -20,7 +20,7 @@ from .selection_hints import Selected, consistent, hint_of
 _KEY_BYTES = INDEX_PAGE * INDEX_WIDTH
 _NEAR = 2.0**-20
 _SLACK = 1 + 2.0**-10
-"""A quotient is rounded before it is rounded to FP8."""
+"""Allowed error of a quotient, which is rounded before it is rounded to FP8."""
 
 
 def has_indexer(declared: Capabilities, execution: Execution) -> bool:
@@ -34,7 +34,7 @@ def shown(case: Case) -> bool:
 
 
 def selections_shown(case: Case) -> bool:
-    """True for cases in which the kit gets the selection."""
+    """True for cases in which the kit sees the selection."""
     return case.indexer is not None and not case.indexer.fused
 
 
@@ -130,9 +130,9 @@ def _elsewhere(comparison: Comparison, before: torch.Tensor, after: torch.Tensor
 
 
 def _slot(comparison: Comparison, slot: int) -> str:
-    """Name of a slot of the schedule, as the pool has it."""
+    """Name of a slot of the schedule, by its number in the pool."""
     case, schedule = comparison.observed.schedule.case, comparison.observed.schedule
-    # The last page of 64 index keys may end behind the pool of K and V, which has no such slot.
+    # The last page of 64 index keys may end after the pool of K and V, which has no such slot.
     if slot < (schedule.num_pages + 1) * case.page_size:
         slot = slot_in_pool(schedule, 0, slot)
     return f"slot {slot} (page {slot // INDEX_PAGE}, token {slot % INDEX_PAGE})"
@@ -163,13 +163,13 @@ def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: 
     for other, of_other in enumerate(index_layers(case)):
         there = scales_of(after[other]).flatten()[slots]
         if other != place and torch.equal(there, scale) and not torch.equal(got, scale):
-            return f"the scales lie in the pool of {case.layers.name(of_other)}: layers share a view of scales"
+            return f"the scales are in the pool of {case.layers.name(of_other)}: layers share a view of scales"
     for of_other in index_layers(case):
         if of_other != layer and torch.equal(got, index_scales(index.k[of_other].float(), scale_of(case))):
             return f"it holds the scales of {case.layers.name(of_other)}: layers share a view of scales"
     dialect = index_scales(given, "amax" if case.indexer.pow2 else "power_of_two")
     if torch.equal(got, dialect) and not torch.equal(dialect, scale):
-        said = "amax / 448, and powers of two are declared" if case.indexer.pow2 else "powers of two"
+        said = "amax / 448, but powers of two are declared" if case.indexer.pow2 else "powers of two"
         return f"the scales are {said}: see Indexer.scale"
     return ""
 
@@ -184,7 +184,7 @@ def _selected(comparison: Comparison) -> Selected | None:
 
 
 def selection_well_formed(comparison: Comparison, case: Case) -> list[Finding]:
-    """Check that each row selects min(topk, keys that it may see) different keys of these, and -1 in the rest."""
+    """Check that each row selects min(topk, keys that it may see) different keys, and holds -1 in the other columns."""
     selected = _selected(comparison)
     if selected is None or case.selection is None:
         return []
@@ -206,23 +206,23 @@ def selection_well_formed(comparison: Comparison, case: Case) -> list[Finding]:
 
 
 def _malformed(listed: list[int], seen: int, topk: int, raw: list[int]) -> tuple[int, str] | None:
-    """Column and text of the first thing that is wrong with a row; None if nothing is."""
+    """Column and text of the first mistake in a row; None if there is none."""
     met: dict[int, int] = {}
     for column, place in enumerate(listed):
         if place == -1:
             continue
         if raw[column] < -1:
-            return column, f"it has the index {raw[column]}, and only -1 names no key"
+            return column, f"it holds index {raw[column]}, but only -1 may stand for no key"
         if place < 0:
             return column, f"index {raw[column]} does not name a key of the request"
         if place >= seen:
-            return column, f"it has key {place}, and the row may see only {seen} keys"
+            return column, f"it selects key {place}, but the row may see only {seen} keys"
         if place in met:
             return column, f"key {place} is selected twice, in columns {met[place]} and {column}"
         met[place] = column
     want = min(topk, seen)
     if len(met) != want:
-        return len(met), f"{len(met)} keys are selected, and {want} of the {seen} visible keys must be"
+        return len(met), f"{len(met)} keys are selected, but {want} of the {seen} visible keys must be"
     return None
 
 

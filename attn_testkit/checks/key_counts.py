@@ -1,15 +1,14 @@
-"""Counts of how often each key of a row was used, from one forward of codes.
+"""Counts of how often each key of a row was used, from one forward of codes. Keys of ``codes`` data have equal weights,
+1 / n in a row that sees n keys, and the value of key j is a code c_j of +1 and -1 in D channels
+(``steps/patterns.py``). If key j was counted w_j times, n times the error of an output is the sum of (w_j - 1) c_j.
+Codes of different keys are nearly at right angles, so the product of that error with c_j, divided by D, estimates w_j -
+1. The estimate is 0 for keys that count once, and for keys of any request that rightly do not count. The limit is half
+a key, and one whole key exceeds it, whatever n is.
 
-Keys of ``codes`` data weigh the same, 1 / n of a row that sees n, and the value of key j is a code c_j of +1 and -1 in
-D channels (``steps/patterns.py``). With w_j the times that it was counted, n times the error of an output is the sum of
-(w_j - 1) c_j. Codes of different keys are nearly at right angles, so that the product of that error with c_j, over D,
-is an estimate of w_j - 1. It is 0 for keys that count once, and for those that should not and did not, of the row's
-request and of any other. The limit is half a key: a whole one is on the other side, whatever n is.
-
-What rounding does: outputs and partial results are at most 2 B / n in size, B the bound of the walk, so one rounding
-moves the error in keys by 2 B u in a channel at most; s partial results that are rounded, independently of each other
-and of the code, move an estimate by 2 B u sqrt(s / D) in the root of the mean square at most. That is 0.06 in bf16 for
-s = D, and half a key is eight times as much. docs/explanation/sensitivity.md has what is measured.
+The effect of rounding: outputs and partial results are at most 2 B / n in size, where B is the bound of the walk, so
+one rounding changes the error in keys by at most 2 B u per channel. If s partial results are rounded, independently of
+each other and of the code, the root mean square of an estimate's error is at most 2 B u sqrt(s / D). That is 0.06 in
+bf16 for s = D, and half a key is eight times as much. docs/explanation/sensitivity.md has measurements.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def code_sizes(data: StepData) -> torch.Tensor:
 def in_keys(out: torch.Tensor, expected: Expected) -> torch.Tensor:
     """Error of ``out`` [L, T, Hq, D] in sums of codes, float64. NaN if it is NaN or Inf, or no key can be counted.
 
-    The part that all keys have in common is removed, up to what rounding explains (``limits.key_factor``): it does not
+    The part that is common to all keys is removed, up to what rounding explains (``limits.key_factor``): it does not
     come from a count.
     """
     assert expected.key_sum is not None
@@ -72,8 +71,8 @@ def in_keys(out: torch.Tensor, expected: Expected) -> torch.Tensor:
 def key_ratio(out: torch.Tensor, expected: Expected, lens: Sequence[int]) -> torch.Tensor:
     """Largest error of any key's count, over half a key, [L, T, Hq] float64.
 
-    All keys of the batch count, ``lens`` of each request, the row's own or not. It is 0 for rows with NaN or Inf, which
-    other checks report, and for those whose keys cannot be counted.
+    All keys of the batch are considered, ``lens`` of each request, not only the row's own. The result is 0 for rows
+    with NaN or Inf, which other checks report, and for rows whose keys cannot be counted.
     """
     if not out.numel():
         return torch.zeros(out.shape[:-1], dtype=torch.float64)

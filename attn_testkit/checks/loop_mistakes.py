@@ -1,7 +1,7 @@
 """Mistakes that explain a wrong row of a greedy-equivalence loop: the row is right for a backend that makes one.
 
-A layer of keys may ignore an option, or a scale of its pool. A layer with a state may continue from behind another node
-of the last draft than the last accepted one, with its state, its convolution's window or both.
+A layer of keys may ignore an option or a scale of its pool. A layer with a state may continue after the wrong node of
+the last draft, with its state, its convolution's window or both.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..steps.schedule import Schedule
 from .lossless import GeneratedTokens, TokenAttention
 
 _Row = tuple[str, torch.Tensor, torch.Tensor]
-"""A mistake in words, and the outputs of the row with it and their limit, [Hq * Dv] float64 each."""
+"""A mistake in words, the row's outputs with that mistake, and their limit, [Hq * Dv] float64 each."""
 _OPTIONS: tuple[tuple[str, str, Callable[[AttentionLayer], bool], object], ...] = (
-    ("the sliding window is ignored: keys before it are attended", "sliding_window_size",
+    ("the sliding window is ignored: keys before it are attended to", "sliding_window_size",
      lambda layer: layer.sliding_window_size >= 0, -1),
     ("the attention sinks are ignored", "sinks", lambda layer: layer.sinks is not None, None),
     ("the soft cap is ignored", "logit_cap", lambda layer: layer.logit_cap > 0, 0.0),
@@ -75,7 +75,7 @@ def _of_keys(
 def _of_states(
     schedule: Schedule, loop: Loop, generated: GeneratedTokens, said: TokenAttention, layer: int
 ) -> Iterator[_Row]:
-    """Rows of a verify that continues from behind another node of the draft before it, or from another request."""
+    """Rows of a verify that continues after the wrong node of the draft before it, or from another request."""
     bs, number = len(loop.prompts), _round_of(said)
     if said.request >= bs or number < 1 or not generated.drafts:
         return
@@ -137,7 +137,7 @@ class _Draft:
         return cls(tokens[:begin], (tokens[begin], *generated.drafts[number][request]), counts[number])
 
     def behind_nodes(self, schedule: Schedule) -> list[_Behind]:
-        """States and windows before the draft, then behind each of its nodes."""
+        """States and windows before the draft, then after each of its nodes."""
         text = data_of_state_tokens(schedule, [(*self.before, *self.nodes)])
         ends = tuple(End(0, 0, len(self.before) + node) for node in range(len(self.nodes) + 1))
         found = recur(replace(text, ends=ends))

@@ -41,7 +41,7 @@ class GeneratedTokens:
     accepted: tuple[tuple[int, ...], ...]
     """Number of accepted draft tokens, by round and request."""
     drafts: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """Drafts of a loop of target-verify, by round and request. Empty in one of draft-decode."""
+    """Drafts of a target-verify loop, by round and request. Empty in a draft-decode loop."""
 
 
 def ran_to_its_end(spoken: GeneratedTokens, loop: Loop) -> bool:
@@ -68,7 +68,8 @@ def lossless(
     expected: Expected,
     mistake: Callable[[TokenAttention, int], str] = lambda said, layer: "",
 ) -> list[Finding]:
-    """Check that every row of an accepted token is what plain decode computes, and every token the most likely one.
+    """Check that every row of an accepted token equals that of plain decode, and that every token is the most likely
+    one.
 
     ``expected``: plain decode over ``spoken.tokens``, one row per token of each request. ``mistake``: (wrong row,
     number of a wrong layer) -> the mistake that explains it, or nothing.
@@ -83,7 +84,7 @@ def lossless(
         if float(ratio.max()) > 1:
             layer, at = divmod(int(ratio.argmax()), ratio.shape[1])
             return [_finding(
-                f"{loop.name(said.request)} gets another result in the loop than in plain decode, "
+                f"{loop.name(said.request)} gets a different result in the loop than in plain decode, "
                 f"{times(float(ratio.max()))} over the limit",
                 f"out[layer {layer}, token {said.position}, {at}] = {number(float(said.attention[layer, at]))}, "
                 f"want {number(float(want[layer, at]))}",
@@ -100,13 +101,13 @@ def lossless(
                 f"{loop.name(said.request)} generates token {token} in the loop, but token {int(logits.argmax())} in "
                 "greedy decode"
             )
-            return [_finding(text, f"behind token {said.position}", said.stage, _HINT)]
+            return [_finding(text, f"after token {said.position}", said.stage, _HINT)]
     return []
 
 
 _HINT = (
     "here a stage reads KV and states that earlier stages left, not what the kit stored: probably tokens of a "
-    "rejected draft are still visible, or something is kept from one stage for the next"
+    "rejected draft are still visible, or a value cached in one stage is reused in the next"
 )
 
 

@@ -25,7 +25,10 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
     """
     found = evidence.found
     if found.isnan().any():
-        return "never written, or -inf minus -inf: a softmax over no key, or a merge of two KV splits without keys"
+        return (
+            "the value was never written, or is -inf minus -inf, as of a softmax over no key or a merge of two KV "
+            "splits without keys"
+        )
     empty = want == -torch.inf
     if empty.any() and bool((((found - want).abs() <= limit) | empty).all()):
         return "a KV split without keys must have -inf: anything else gives it weight in a merge"
@@ -50,7 +53,8 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
 
 
 def _by_a_constant(found: torch.Tensor, want: torch.Tensor, near: torch.Tensor) -> str:
-    """Find one constant by which all are off although they differ: a factor of every sum (flashinfer #1566)."""
+    """Find one constant by which all values are off, although the values differ: a factor of every sum (flashinfer
+    #1566)."""
     known = want.isfinite()
     off, due = (found - want)[known], want[known]
     if not off.isfinite().all() or len(due) < _SEVERAL or due.max() - due.min() < _APART:

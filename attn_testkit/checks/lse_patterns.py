@@ -1,4 +1,4 @@
-"""Usual mistakes of log-sum-exps: a wrong one is compared with the values that they give."""
+"""Usual mistakes of log-sum-exps: a wrong one is compared with the values that each mistake gives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LseEvidence:
     data: StepData
     layer: int
     part: int
-    """Index among the case's KV splits; after the last one: the result that the backend merged."""
+    """Index among the case's KV splits; the index after the last split means the result that the backend merged."""
     found: torch.Tensor
     """Natural logarithms, [T, Hq] float64."""
     stored: torch.Tensor
@@ -36,7 +36,7 @@ class LseEvidence:
 
     @property
     def merged(self) -> bool:
-        """True if it is of all KV splits."""
+        """True if the log-sum-exp is that of all KV splits."""
         return self.part >= len(splits_of(self.case))
 
     @cached_property
@@ -94,7 +94,7 @@ def _untransposed(e: LseEvidence) -> torch.Tensor:
 
 
 def _sinks_added(e: LseEvidence) -> torch.Tensor | None:
-    """Count sinks once more than they should be."""
+    """Count sinks once too often."""
     return None if e.sinks is None else torch.logaddexp(e.lse(sinks=e.has_sinks), e.sinks.expand_as(e.found))
 
 

@@ -12,7 +12,7 @@ from .describe import row_name
 from .lse_patterns import LseEvidence
 
 _LONGEST = 8192
-"""Largest number of KV tokens of a request for which fewer are tried: each try takes a run of the oracle."""
+"""Largest number of KV tokens of a request for which fewer are tried: each try needs a run of the oracle."""
 
 
 def of_other_heads(found: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> str:
@@ -31,15 +31,14 @@ def of_other_heads(found: torch.Tensor, want: torch.Tensor, limit: torch.Tensor)
     whose = {head: of[0] for head, of in places.items()}
     if sorted(whose.values()) != wrong:
         return ""
-    named = ", ".join(f"head {head} has that of head {of}" for head, of in list(whose.items())[:2])
+    named = ", ".join(f"head {head} holds that of head {of}" for head, of in list(whose.items())[:2])
     more = " and so on" if len(wrong) > 2 else ""
     return f"right in another order of heads: {named}{more}; outputs and log-sum-exps must have the same order of heads"
 
 
 def of_fewer_keys(e: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> str:
-    """Find for every wrong row the number of first KV tokens of its KV split that makes it right, maybe none.
-
-    A sum over the first n grows with n, so n is found by bisection.
+    """Find for every wrong row the number of first KV tokens of its KV split that makes it right, possibly none. A sum
+    over the first n tokens grows with n, so n is found by bisection.
     """
     data, bs = e.data, len(e.data.visible)
     first, longest = data.row_offset == 0, data.visible.shape[-1]
@@ -75,8 +74,8 @@ def of_fewer_keys(e: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> st
     )
     if any(counts):
         return (
-            f"right for fewer KV tokens: {what}. Probably a length of the split, or causality by indices in it "
-            "instead of positions"
+            f"right for fewer KV tokens: {what}. Probably a length of the split, or a causal mask by indices in the "
+            "split instead of positions"
         )
     return f"right for no KV token: {what}{_behind_an_empty_one(e, want, rows)}"
 

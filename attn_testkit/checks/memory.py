@@ -42,7 +42,8 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
 
 
 def beyond(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Bool, of one shape with all three: elements of ``got`` that are not within ``limit`` of ``want``; NaN is not."""
+    """Bool in the shape of the three: True for elements of ``got`` that are not within ``limit`` of ``want``, NaN
+    included."""
     return ~((got.double() - want.double()).abs() <= limit)
 
 
@@ -101,7 +102,7 @@ def _outside(observed: Observation) -> Finding:
     return Finding(
         "writes-own-kv",
         "KV memory is wrong after the step: memory between slots of the pool was written",
-        where=f"byte {observed.outside[0]} of the memory that a KV pool of layout "
+        where=f"byte {observed.outside[0]} of the memory of a KV pool of layout "
         f"{observed.schedule.case.kv_layout} lies in",
         hint="use the strides of the pool to store a row, and store no more than the row: the memory after it may be "
         "padding",
@@ -114,7 +115,8 @@ _KIND = {"new": "of this step's tokens", "old": "of earlier tokens", "unowned": 
 
 
 def _of_padding(kinds: Mapping[str, int], behind: int) -> str:
-    """Hint for other slots that were written, if all live rows are stored and ``behind`` padded rows explain them."""
+    """Hint for other slots that were written, if all live rows are stored and the ``behind`` padded rows explain
+    them."""
     more = kinds["unowned"] + kinds["old"]
     if kinds["new"] or not 0 < more <= behind:
         return ""
@@ -131,8 +133,8 @@ def _rows_behind(observed: Observation, case: Case) -> int:
 
 _WORK_ON_A_COPY = "work on a copy or in your own buffer; the caller still uses these tensors"
 _BESIDE_OUT = (
-    "out is a part of a larger tensor, whose other rows have other owners: write only its own rows, with a mask for "
-    "the rest of a tile"
+    "out is part of a larger tensor whose other rows belong to others: write only the rows of out, and mask the rest "
+    "of a tile"
 )
 
 

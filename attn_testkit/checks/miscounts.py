@@ -1,9 +1,9 @@
 """Miscounted keys of a row: the few runs of keys whose codes add up to the error of its output.
 
 The error in keys (``key_counts.py``) is a sum of codes. A run of keys adds the difference of two places of the walk, so
-that runs of any length are as easy to try as single keys. The run that explains most is removed, and again, until only
-rounding is left. Codes are whole numbers in many channels, so it is very unlikely that other runs would leave only
-rounding too. If a few runs leave more, nothing is named.
+runs of any length are as easy to try as single keys. The run that explains most is removed repeatedly until only
+rounding is left. Codes are whole numbers in many channels, so it is very unlikely that wrong runs would also leave only
+rounding. If more is left after a few runs, nothing is named.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from .comparison import Comparison
 from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
 
 _MOST_RUNS = 4
-"""Number of runs that are named. More would be a wrong softmax or a wrong request, and not a miscount."""
+"""Number of runs that are named. More runs would mean a wrong softmax or a wrong request, not a miscount."""
 _MOST_TRIES = 12
-"""Number of runs that are removed. A run next to another one is first found with a key too many or too few."""
+"""Most runs of keys that are removed. If two runs are adjacent, the first one may be found with one key too many or too
+few."""
 _SHORT = 128
-"""Longest run that is looked for after every key; of a longer one both ends are conspicuous. A power of two."""
+"""Longest run that is tried from every key; both ends of a longer run are conspicuous. A power of two."""
 _STARTS = 512
 """Number of short runs that are tried."""
 _ENDS_OF_A_START = 4
 _SOME = 1024
-"""Number of keys that show how much one key adds."""
+"""Number of keys from which the contribution of one key is estimated."""
 _ENDS = 96
 """Number of places that are tried as either end of a long run."""
 _MOST_NUMBERS = 1 << 27
@@ -73,12 +74,12 @@ class Miscounts:
 
     @property
     def repeated(self) -> tuple[Miscount, ...]:
-        """Runs that it should have counted once, and counted more often."""
+        """Runs of keys that the row should have counted once and counted more often."""
         return tuple(run for run in self._own_extra if bool(self.visible[run.first]))
 
     @property
     def unseen(self) -> tuple[Miscount, ...]:
-        """Runs of its own request that it may not see."""
+        """Runs of keys of the row's own request that the row may not see."""
         return tuple(run for run in self._own_extra if not bool(self.visible[run.first]))
 
     @property
@@ -93,12 +94,13 @@ class Miscounts:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """The error of a row, and the walks that may explain it. M channels: those of several heads and layers."""
+    """The error of a row in M channels, which are of several heads and layers, and the walks that may explain the
+    error."""
 
     error: torch.Tensor
     """Error in keys, [M] float32."""
     total: float
-    """Sum of the weights that the row should have, in keys: with sinks it is more than its number of keys."""
+    """Sum of the weights that the row should have, in keys: with sinks this is more than the number of keys."""
     walks: tuple[torch.Tensor, ...]
     """Running sums of each request's codes, [n + 1, M] float32: of none, one, two, ... keys."""
     request: int
@@ -189,9 +191,8 @@ def _in_order(asked: _Asked) -> list[int]:
 
 def _best_run(asked: _Asked, request: int, error: torch.Tensor, total: float) -> tuple[float, Miscount]:
     """Find the run of a request's keys, left out or counted once more, that explains most of ``error`` [M], and the
-    mean square of the rest: of outputs times the row's own total, so that a wrong total counts as well.
-
-    ``total``: the row's weights as far as they are explained.
+    mean square of the rest. The rest is measured on outputs times the row's own total, so that a wrong total counts as
+    well. ``total``: the row's weights as far as they are explained.
     """
     walk = asked.walks[request]
     along = walk @ error
@@ -255,7 +256,7 @@ def _both_ends(along: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(asked: _Asked, runs: Sequence[Miscount]) -> tuple[Miscount, ...] | None:
-    """Convert runs that may overlap to ones that do not. None if a key would have a negative count."""
+    """Convert overlapping runs to runs that do not overlap. None if a key would have a negative count."""
     found: list[Miscount] = []
     for request in _in_order(asked):
         mine = [run for run in runs if run.request == request]

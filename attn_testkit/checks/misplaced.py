@@ -1,4 +1,4 @@
-"""Contents of a wrong slot: the row of another token, how far it was moved, or how its numbers were changed."""
+"""Contents of a wrong slot: the row of another token, a displacement, or changed values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def held_instead(
         return scaled
     if _neighbours(observed, row, want[layer, part, slot]):
         return (
-            "it holds the FP8 numbers next to the right ones: probably a quotient that is first rounded to 16 bits, or "
+            "it holds FP8 values one step from the right ones: probably a quotient that is first rounded to 16 bits, "
+            "or "
             "truncated instead of rounded"
         )
     if factor := _by_a_factor(observed, row, want[layer, part, slot], layer, part):
@@ -97,7 +98,7 @@ def held_instead(
     return f"it holds no live row of this step: {views}"
 
 
-_HEADS_ARE = f". As to the heads of k and v: {STRIDED_HEADS}"
+_HEADS_ARE = f". For the heads of k and v: {STRIDED_HEADS}"
 
 
 def _packed(observed: Observation) -> PackedRows | None:
@@ -111,7 +112,7 @@ def _bytes(row: torch.Tensor) -> torch.Tensor:
 def _nothing_to_store(
     observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
 ) -> str:
-    """Hint for a step whose K and V the pool held before it, so that the step may write nothing."""
+    """Hint for a step that may write nothing, because the pool held its K and V already."""
     layer, part, slot = at
     row = got[layer, part, slot]
     stored = "save_kv_cache was False, so k and v must not be stored: the pool held the new K and V already"
@@ -125,7 +126,8 @@ def _nothing_to_store(
 def _only_some_planes(
     observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
 ) -> str:
-    """Name the planes of K and V in which slots of that owner differ, and what they hold, if others are right there."""
+    """Name the planes of K and V in which slots of this owner are wrong, and their contents, if other planes are
+    right."""
     layer, part, slot = at
     same_owner = owner == owner[slot]
     held, due = (_bytes(each[:, :, same_owner]) for each in (got, want))
@@ -157,7 +159,7 @@ def _only_some_planes(
 def _rows_besides(
     observed: Observation, want: torch.Tensor, owner: torch.Tensor, at: tuple[int, int, int]
 ) -> list[tuple[str, torch.Tensor]]:
-    """Rows that may be the source of wrong scales: the other part, other layers, and other tokens of the step."""
+    """Rows from which wrong scales may come: the other part, other layers, and other tokens of the step."""
     layer, part, slot = at
     page = observed.pool.shape[2] - want.shape[2]
     found = [
@@ -173,7 +175,7 @@ def _rows_besides(
 
 
 def _by_a_factor(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer: int, part: int) -> str:
-    """Describe a row [Hk, ...] in bits, if its wrong heads are right but for a positive factor: a scale."""
+    """Describe a row [Hk, ...] of bits whose wrong heads are right except for a positive factor, which is a scale."""
     packed, dtype, case = _packed(observed), observed.pool.dtype, observed.schedule.case
     if packed is None and dtype == torch.uint8:
         return ""
@@ -207,12 +209,12 @@ def _by_a_factor(observed: Observation, row: torch.Tensor, want: torch.Tensor, l
 _SAME_FACTOR = 1.05
 """Ratio of two factors that rounding explains."""
 _ROUNDED, _DISTINCT, _OFF = 0.15, 8, 0.1
-"""Part of a row that rounding its numbers may change; least number of different values in it that show a factor; least
-distance of that factor from 1, in powers of two."""
+"""Part of a row that rounding may change; fewest different values in it that prove a factor; smallest distance of that
+factor from 1, in powers of two."""
 
 
 def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor, page: int) -> str:
-    """Describe by how many positions or slots new rows are misplaced, if all have the same distance.
+    """Describe by how many positions or slots new rows are misplaced, if the distance is the same for all.
 
     ``got``, ``want`` [slots after page 0, Hk, D]; ``new``: slots of this step's tokens among them.
     """
@@ -228,7 +230,8 @@ def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: 
     if shift:
         count, variant = abs(shift), "forward" if shift > 0 else "back"
         return (
-            f"new rows lie {count} position{'s' if count > 1 else ''} too far {variant}: probably the length or prefix "
+            f"new rows are stored {count} position{'s' if count > 1 else ''} too far {variant}: probably the length or "
+            "prefix "
             "that positions are counted from"
         )
     by_slot = {to - of for of, to in moved}
@@ -238,9 +241,8 @@ def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: 
 
 
 def _positions_off(places: dict[int, tuple[int, int]], moved: list[tuple[int, int]]) -> int:
-    """Number of positions by which all rows that are still in their request are off; 0 if it differs.
-
-    ``places``: slot -> request and position. After a request's end a table may name any slot.
+    """Number of positions by which all rows that are still in their request are displaced; 0 if it varies. ``places``:
+    slot -> request and position. Table entries after a request's end may be any slot.
     """
     slots = {place: slot for slot, place in places.items()}
     shifts = [places[to][1] - places[of][1] for of, to in moved if to in places and places[to][0] == places[of][0]]
@@ -253,9 +255,9 @@ def _positions_off(places: dict[int, tuple[int, int]], moved: list[tuple[int, in
 
 
 _MOST_MOVED = 16
-"""Number of new rows that are looked for."""
+"""Number of new rows for which the pool is searched."""
 _FEW_MOVED = 2
-"""Least number of rows that can have something in common."""
+"""Fewest rows among which a common displacement counts."""
 
 
 def _where_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor) -> str:
@@ -264,7 +266,10 @@ def _where_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, n
     wrong = (got != want)[:, :, new].flatten(1).any(-1).nonzero().flatten().tolist()
     if len(wrong) < len(got):
         names = ", ".join(case.layers.name(layer) for layer in wrong)
-        return f", only in {names}: look at what is special there, such as a window, a KV group or other slots"
+        return (
+            f", only in {names}: look at what is special about these layers, such as a window, a KV group or other "
+            "slots"
+        )
     if case.kv_layout == "nhd":
         return ""
     return f"; the KV pool of this case has layout {case.kv_layout}: reshaping such a pool may give a copy, not a view"
@@ -284,7 +289,8 @@ def _group_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, n
 
 
 def _scaled(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer: int, part: int) -> str:
-    """Describe a row of bits whose numbers are right but for the scale of the FP8 pool, missing or applied twice."""
+    """Describe a row of bits whose values are right except for the scale of the FP8 pool, which is missing or applied
+    twice."""
     if observed.pool.dtype.itemsize > 1 or observed.pool.dtype == torch.uint8:
         return ""
     held, due = (each.view(torch.uint8).view(observed.pool.dtype).double() for each in (row, want))
@@ -296,7 +302,7 @@ def _scaled(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer:
     ratio = held[known] / due[known]
     what = "K" if part == 0 else "V"
     for factor, text in (
-        (scale, f"it holds {what} as given: an FP8 pool holds {what} / {name}"),
+        (scale, f"it holds unscaled {what}: an FP8 pool holds {what} / {name}"),
         (scale**2, f"it holds {what} * {name}: an FP8 pool holds {what} / {name}"),
         (1 / scale, f"it holds {what} divided by {name} twice"),
     ):
@@ -306,9 +312,10 @@ def _scaled(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer:
 
 
 _SOME_BITS = 2.0**-4
-"""Numbers of FP8 below this have few bits."""
+"""FP8 magnitude below which numbers have few bits."""
 _TELLING, _TWO_ROUNDINGS = 1.5, 0.2
-"""Least distinct scale, and the error that rounding to FP8 may cause in the ratio of two numbers."""
+"""Smallest factor that counts as a different scale, and the error that rounding to FP8 may cause in the ratio of two
+numbers."""
 
 
 def _some_heads(row: torch.Tensor, want: torch.Tensor) -> str:
@@ -337,7 +344,7 @@ def _beyond_fp8(observed: Observation, row: torch.Tensor, want: torch.Tensor) ->
 
 
 def _neighbours(observed: Observation, row: torch.Tensor, want: torch.Tensor) -> bool:
-    """True if every number of ``row`` that differs from ``want`` is the next one. Bits of an FP8 pool."""
+    """True if every value of ``row`` that differs from ``want`` is the neighboring FP8 value. Bits of an FP8 pool."""
     if observed.pool.dtype.itemsize > 1 or observed.pool.dtype == torch.uint8:
         return False
     off = row != want

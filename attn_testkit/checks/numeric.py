@@ -51,7 +51,8 @@ def finite(comparison: Comparison) -> list[Finding]:
 
 
 def matches_oracle(comparison: Comparison) -> list[Finding]:
-    """Check that every element is within its limit, and the norm of every row of a head too. NaN is left to others."""
+    """Check that every element is within its limit, and the norm of every row of a head, too. NaN is reported by other
+    checks."""
     worst = comparison.worst
     if worst is None:
         return []
@@ -74,7 +75,7 @@ def matches_oracle(comparison: Comparison) -> list[Finding]:
 
 
 def spread(comparison: Comparison) -> str:
-    """Describe how far all wrong values spread, whichever check reports them, so that the rest is really right."""
+    """Describe how far all wrong values spread, whichever check reports them, so that everything else is right."""
     wrong = comparison.wrong
     layers = [i for i in range(wrong.shape[0]) if wrong[i].any()]
     shown = wrong.any(0)

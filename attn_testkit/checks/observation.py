@@ -1,7 +1,7 @@
 """Results of one step of a backend, on the host, and the memory that it should have left.
 
-``Copies`` are sent by the process that runs the backend. The judge makes an ``Observation`` of them, with a schedule, a
-step and inputs that it computes itself.
+``Copies`` are sent by the process that runs the backend. The judge makes an ``Observation`` from the copies, with a
+schedule, a step and inputs that it computes itself.
 """
 
 from __future__ import annotations
@@ -124,20 +124,21 @@ _PADDING = np.zeros(_WIDEST, np.uint8)
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """Inputs of a step, which the judge computes from the case: what must not change, and what should be written."""
+    """Inputs of a step, which the judge computes from the case: values that must not change, and values that should be
+    written."""
 
     data: StepData
     """Values of the step. If ``save_kv_cache`` is False, ``k`` and ``v`` are NaN."""
     packed: torch.Tensor
-    """Rows of the model's table that q, k and v are views of, [T, L, width] in the model's dtype."""
+    """Rows of the model's table; q, k and v are views of them, [T, L, width] in the model's dtype."""
     image: Callable[[bool], torch.Tensor] = field(repr=False)
     """The KV pool before the step or, with True, as it should be after it. Computed on request: it is large."""
     new_slots: torch.Tensor
     """Slots that the step should write, [n] int64, ascending. Empty if ``save_kv_cache`` is False."""
     new_rows: torch.Tensor
-    """Contents that they should get, [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
+    """Contents that ``new_slots`` should get, [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
     new_limit: torch.Tensor | None = None
-    """Largest allowed error of each element, float64, in the same shape; None if they are compared in bits."""
+    """Largest allowed error of each element, float64, in the same shape; None if the rows are compared bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Observation:
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
-        """Bytes of the pool's memory that belong to no slot and changed, one per block of memory that has any."""
+        """Bytes of the pool's memory that belong to no slot and changed, at most one per block of memory."""
         found = self.copies.group("pool").get("outside")
         return () if found is None else tuple(found.tolist())
 
@@ -219,7 +220,7 @@ class Observation:
         return tuple(name for name, was, is_ in named if not _same_bits(was, is_))
 
     def _activations(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Names, expected and present values of the packed rows, and of q, k, v if those were copies."""
+        """Name, expected value and present value of the packed rows, and of q, k, v if these are copies."""
         rows, inputs = self.copies.group("activations"), self.inputs
         if inputs is None:
             return []

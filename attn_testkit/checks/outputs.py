@@ -89,7 +89,7 @@ def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -
         row = int((~tied).any(-1).nonzero()[0])
         return _finding(
             observed,
-            f"topk_index of request {row} is {index[row].tolist()}, and these are not the {k} most likely tokens",
+            f"topk_index of request {row} is {index[row].tolist()}, which are not the {k} most likely tokens",
             f"the oracle's are {expected.logits[row].topk(k)[1].tolist()}",
         )
     want = torch.ones_like(chosen) if k == 1 else torch.softmax(expected.logits, -1).gather(1, index)

@@ -23,17 +23,16 @@ _ALL = slice(None)
 
 
 def _other_keys(first: Observation, second: Observation, rows: slice = _ALL, own: slice = _ALL) -> str:
-    """The first layer in which ``rows`` of ``first`` and ``own`` of ``second``, the same rows, select other keys.
-
-    With the number of such rows; empty if there are none. The order of a row's keys does not count: where it changes
-    the output, the output's bits show it.
+    """The first layer in which ``rows`` of ``first`` and ``own`` of ``second``, which are the same rows, select
+    different keys, and the number of such rows; empty if there are none. The order of a row's keys does not count: if
+    it changes the output, the output's bits show it.
     """
     again = second.copies.group("selected")
     for layer, keys in first.copies.group("selected").items():
         a, b = (each.sort(1).values for each in (keys[rows], again[layer][own]))
         count = int((a != b).any(1).sum())
         if count:
-            return f"{first.schedule.case.layers.name(int(layer))}: {count} of {len(a)} rows select other keys"
+            return f"{first.schedule.case.layers.name(int(layer))}: {count} of {len(a)} rows select different keys"
     return ""
 
 
@@ -43,7 +42,7 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
         return [
             Finding(
                 "repeatable",
-                "the same batch gave another selection the second time, although determinism is declared",
+                "the same batch gave a different selection the second time, although determinism is declared",
                 where=where,
                 hint="probably keys of equal score that are taken in the order of arrival; ranks of one model then "
                 "attend to different keys",
@@ -55,7 +54,7 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
             return [
                 Finding(
                     "repeatable",
-                    "the same batch gave other bits the second time, although determinism is declared",
+                    "the same batch gave different bits the second time, although determinism is declared",
                     where=f"{first.schedule.case.layers.name(layer)}: {count} of {a.numel()} values differ",
                     hint="probably atomics, a split count that varies, or a counter that the first run left dirty",
                 )
@@ -64,9 +63,8 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
 
 
 def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
-    """Check that the requests of ``few``, a part of ``together`` (``Step.part_of``), give the same bits as there.
-
-    At most one finding, for the first request that does not.
+    """Check that the requests of ``few``, a part of ``together`` (``Step.part_of``), give the same bits as in
+    ``together``. At most one finding, for the first request that does not.
     """
     assert few.step.part_of is not None
     starts = np.cumsum([0, *(request.new for request in together.step.requests)])
@@ -79,9 +77,9 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
             return [
                 Finding(
                     "batch-invariant",
-                    f"request {index} selects other keys {company} than in a batch of {together.step.bs}",
+                    f"request {index} selects different keys {company} than in a batch of {together.step.bs}",
                     where=where,
-                    hint="probably a top-k that breaks ties in another way if there are other rows",
+                    hint="probably a top-k that breaks ties differently if there are other rows",
                 )
             ]
         for layer, (a, b) in enumerate(zip(together.attention, few.attention, strict=True)):
@@ -90,7 +88,7 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
                 return [
                     Finding(
                         "batch-invariant",
-                        f"request {index} gives other bits {company} than in a batch of {together.step.bs}",
+                        f"request {index} gives different bits {company} than in a batch of {together.step.bs}",
                         where=f"{few.schedule.case.layers.name(layer)}: {count} of {a[rows].numel()} values differ",
                         hint="probably a kernel, tile size or split count that depends on the rest of the batch",
                     )
@@ -123,7 +121,8 @@ def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]
                 return [
                     Finding(
                         "mode-invariant",
-                        f"request {index} gives other bits in {where} than the same rows with the same keys in extend",
+                        f"request {index} gives different bits in {where} than the same rows with the same keys in "
+                        "extend",
                         where=f"{extend.schedule.case.layers.name(layer)}: {count} of {whole.numel()} values differ",
                         hint=_OF_GRAPHS if last_rows.replay else _OF_MODES,
                         step=last_rows.label,

@@ -1,4 +1,4 @@
-"""Selections of a step as places of keys, their scores, and mistakes that give what an indexer selected."""
+"""Selections of a step as positions of keys, their scores, and mistakes that explain an indexer's selection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .observation import Observation
 
 
 def consistent(each: RowScores, taken: torch.Tensor) -> tuple[int, int] | None:
-    """A key that is selected and a better one that is not; None if there is no such pair.
+    """Find a key that is selected and a better one that is not; None if there is no such pair.
 
     ``taken`` [n] bool. A selected key counts with its score and margin, any other with its score less its margin.
     """
@@ -116,13 +116,14 @@ _OF_SCORES = (
 
 
 def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
-    """The first mistake that gives what every row of a layer selected; empty if there is none."""
+    """The first mistake that explains the selection of every row of a layer; empty if there is none."""
     found = _of_graph(selected, layer)
     if found:
         return found
     if _lacks_new(selected, layer):
         return (
-            "keys of this step are not selected: probably they are scored before they are stored, or lengths lack them"
+            "keys of this step are not selected: probably they are scored before they are stored, or lengths do not "
+            "count them"
         )
     if malformed:
         return ""
@@ -194,7 +195,8 @@ def _topk(selected: Selected) -> int:
 
 
 def _fits(scores: Iterable[RowScores], taken: Mapping[int, torch.Tensor]) -> bool:
-    """True if scores explain what rows take. Keys whose scores are NaN by the mistake say nothing."""
+    """True if scores explain the keys that rows select. Keys whose scores are NaN because of the mistake are not
+    considered."""
     compared = False
     for each in scores:
         if each.row not in taken:
@@ -212,7 +214,7 @@ def _negated(each: RowScores) -> RowScores:
 
 
 def _first_keys(selected: Selected, layer: int, long: list[RowScores]) -> str:
-    """Hint for rows that select their first keys: by score, or as they come."""
+    """Hint for rows that select their first keys, by score or by position."""
     topk = _topk(selected)
     listed = [each.scores[selected.places[layer][each.row].clamp(min=0)] for each in long]
     if topk > 2 and all(bool((scores.diff() <= 0).all()) for scores in listed):

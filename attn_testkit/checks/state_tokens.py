@@ -1,6 +1,7 @@
-"""Names of tokens that a state lacks or has twice, on exact data, in which columns of a state are their values.
+"""Names of tokens that are missing in a state or applied twice, on exact data, where columns of a state are values of
+tokens.
 
-A state shows the last token of each key only, if values are overwritten. Outputs show tokens that were lost before.
+A state shows the last token of each key only, if values are overwritten. Outputs show tokens that were lost earlier.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..families.recurrent.recurrence import recur, start_of
 def token_text(
     data: StateStepData, got: torch.Tensor, want: torch.Tensor, before: torch.Tensor, at: tuple[int, int, int, int]
 ) -> str:
-    """Describe what a wrong column of a state holds: the token that is missing, or that is there.
+    """Describe the contents of a wrong column of a state: the token that is missing, or the token that it holds.
 
     ``got``, ``want``, ``before``: [L, E, Hv, V, K]. ``at``: layer, end, head and key of the column.
     """
@@ -52,13 +53,12 @@ def token_text(
         for _, token, value in _values(data, layer, other, head, key) if other != request else ():
             if _same(held, value if not summed else right + value):
                 return f"token {token} of request {other} was applied to the state of request {request}"
-    return f"column {key} of request {request}'s state holds no value of a token"
+    return f"column {key} of request {request}'s state holds the value of no token"
 
 
 def read_text(data: StateStepData, outputs: Sequence[torch.Tensor]) -> tuple[str, tuple[int, int, int]] | None:
-    """Name a token that the outputs of a layer lack, or have too early; with layer, row and head. None if none does.
-
-    Only of GDN and KDA: sums of Mamba2 and Lightning have every token in the state.
+    """Name a token that is missing in the outputs of a layer, or applied too early, with layer, row and head. None if
+    there is none. Only for GDN and KDA: in Mamba2 and Lightning every token remains in the state.
     """
     if data.asked_keys is None or data.layers[0].kind in ("mamba", "lightning") or not len(outputs):
         return None
@@ -83,7 +83,7 @@ _MOST_TRIED = 64
 
 
 def _misread(data: StateStepData, layer: int, row: int, head: int, key: int, off: torch.Tensor) -> str:
-    """Name what a row reads in place of the last value of a key. ``off`` [V]: from that value."""
+    """Name the token that a row reads instead of the last value of a key. ``off`` [V]: difference from that value."""
     request, offset = int(data.row_request[row]), int(data.row_offset[row])
     every = list(_values(data, layer, request, head, key))
     path = set(data.path(request, offset + 1))
@@ -109,7 +109,7 @@ def _same(held: torch.Tensor, value: torch.Tensor, unit: float = 0.5) -> bool:
 def _values(
     data: StateStepData, layer: int, request: int, head: int, key: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Tokens of a request that wrote a column: row of the request, position, and what they wrote [V] float64."""
+    """Tokens of a request that wrote a column: row of the request, position, and the written value [V] float64."""
     assert data.unit_keys is not None
     of_layer = data.layers[layer]
     keys, wide = of_layer.k_heads * of_layer.k_dim, of_layer.v_dim

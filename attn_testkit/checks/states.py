@@ -44,7 +44,7 @@ class _After(NamedTuple):
         return sorted({end.request for end, wrong in zip(self.data.ends, bad.tolist(), strict=True) if wrong})
 
     def place(self, end: int) -> str:
-        """Words behind the name of a request for one of its ends; empty for its only state."""
+        """Words after the name of a request for one of its ends; empty for its only state."""
         each, data = self.data.ends[end], self.data
         if data.lists.shape[1] > 1:
             return f" after node {each.rows - 1}"
@@ -53,7 +53,7 @@ class _After(NamedTuple):
 
 @lru_cache(maxsize=2)
 def _after(observed: Observation) -> _After | None:
-    """None for cases without states, and for steps without a request."""
+    """Contents after the step; None for cases without states, and for steps without a request."""
     inputs = observed.inputs
     data = None if inputs is None else states_in(inputs.data)
     if data is None or not observed.step.requests:
@@ -89,7 +89,7 @@ def _who(after: _After, end: int) -> str:
 
 
 def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
-    """Check that only slots of the batch changed; slot 0 as the padding's convention has it."""
+    """Check that only slots of the batch changed; slot 0 may change if the convention for padding allows it."""
     after = _after(observed)
     if case.state is None or observed.inputs is None:
         return []
@@ -100,10 +100,10 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
     if not wrong and not observed.outside:
         return []
     if not wrong:
-        where = f"byte {observed.outside[0]} of the memory that the pool of states lies in"
+        where = f"byte {observed.outside[0]} of the memory of the state pool"
         return [_finding(observed, "writes-own-state", "memory between slots of states was written", where, _STRIDES)]
     what = "slot 0, which nobody owns and padding must skip, was written" if wrong == [0] else (
-        f"the state of slot {index_ranges(wrong)} was written, which no request of the batch has"
+        f"the state of slot {index_ranges(wrong)} was written, although no request of the batch owns it"
     )  # fmt: skip
     padded = observed.step.bucket - observed.step.bs if observed.replay else 0
     hint = ""
@@ -123,16 +123,16 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
 
 
 def _owner_hint(observed: Observation, wrong: list[int]) -> str:
-    """Name the number that was taken for a slot."""
+    """Name the number that was used as a slot."""
     places = set(range(observed.step.bs))
     rows = {request.pool_row for request in observed.step.requests}
     changed = set(observed.written[0].tolist())
     if changed == rows:
-        return "probably the row of the request table is taken for the slot: use batch.state.indices, or req_to_state"
+        return "probably the row of the request table is used as the slot: use batch.state.indices, or req_to_state"
     if set(wrong) <= places:
-        return "probably the place in the batch is taken for the slot: these slots are places of the batch"
+        return "probably the position in the batch is used as the slot: these slot numbers are positions in the batch"
     if set(wrong) <= rows:
-        return "probably the row of the request table is taken for the slot: use batch.state.indices, or req_to_state"
+        return "probably the row of the request table is used as the slot: use batch.state.indices, or req_to_state"
     return ""
 
 
@@ -151,7 +151,7 @@ def verify_keeps_state(observed: Observation, case: Case) -> list[Finding]:
         return []
     slots = after.data.slots.tolist()
     own = [slots.index(slot) for slot in moved.tolist() if slot in slots]
-    what = f"the state of request {own[0]}" if own else f"slot {int(moved[0])}, which no request of the batch has,"
+    what = f"the state of request {own[0]}" if own else f"slot {int(moved[0])}, which no request of the batch owns,"
     return [
         _finding(
             observed, "verify-keeps-state", f"{what} was changed by the verify, before anything was accepted",
@@ -162,7 +162,7 @@ def verify_keeps_state(observed: Observation, case: Case) -> list[Finding]:
 
 
 def _of_another_node(after: _After, bad: torch.Tensor) -> str:
-    """Name the node of a draft whose state the slot has instead of the last accepted one's."""
+    """Name the node of a draft whose state is in the slot instead of the last accepted node's."""
     data = after.data
     if all(end.rows == data.news[end.request] for end in data.ends):
         return _of_fewer_tokens(after, bad)
@@ -179,7 +179,8 @@ def _of_another_node(after: _After, bad: torch.Tensor) -> str:
 
 
 def _is_behind(after: _After, bad: torch.Tensor, rows: Sequence[int]) -> bool:
-    """True if the wrong states are those behind so many rows of their requests. ``rows``: for each end."""
+    """True if the wrong states are those after this number of rows of their requests. ``rows``: one number for each
+    end."""
     moved = tuple(replace(end, rows=count) for end, count in zip(after.data.ends, rows, strict=True))
     other = recur(replace(after.data, ends=moved))
     near = torch.linalg.vector_norm(after.states.double() - other.states, dim=-1) <= other.state_limit
@@ -193,7 +194,8 @@ _LONGEST = 4096
 
 
 def _of_fewer_tokens(after: _After, bad: torch.Tensor) -> str:
-    """Name the tokens at the end of prompts that the wrong states lack: the last one, or those of the last chunk."""
+    """Name the tokens at the end of prompts that are missing in the wrong states: the last one, or those of the last
+    chunk."""
     data = after.data
     counts = [data.news[end.request] for end in data.ends]
     wrong = [count for count, is_bad in zip(counts, bad.tolist(), strict=True) if is_bad]
@@ -224,7 +226,7 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     at, request = (layer, end, channel, place), after.data.ends[end].request
     bad = after.requests(differs.flatten(2).any(-1).any(0))
     if not after.data.ends[end].has_window:
-        what = f"a window was stored in slot {after.data.ends[end].slot}, a later one of request {request}"
+        what = f"a window was stored in slot {after.data.ends[end].slot}, which is a later slot of request {request}"
         hint = "the window of a request is in its first slot, for all nodes"
         return [_finding(observed, "conv-window-exact", what, f"{_layer(case, layer)}, channel {channel}", hint)]
     return [
@@ -253,17 +255,17 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
         return bool((got == other).flatten(2).all(-1).all(0)[bad].all())
 
     if bool(after.unwritten[bad].all()) or (before.shape == got.shape and fits(before)):
-        return "it is that of before the step: the window was not stored"
+        return "it is the window from before the step: the new one was not stored"
     if bool(got[:, bad].isnan().any()):
         return "columns come from a slot that holds no state of the request"
     if fits(want.flip(-1)):
-        return "its columns are in reverse: the oldest input comes first"
+        return "its columns are in reverse order: the oldest input comes first"
     if fits(want.roll(1, 1)) or fits(want.roll(-1, 1)):
-        return "it is that of another request of the batch: rows and slots do not go together"
+        return "it is the window of another request of the batch: rows are paired with the wrong slots"
     news = torch.tensor([after.data.news[end.request] for end in after.data.ends])
     new = torch.arange(want.shape[-1]) >= want.shape[-1] - news[:, None]
     if bool((news < want.shape[-1])[bad].all()) and not bool((differs.any(2).any(0) & new).any()):
-        return "the wrong requests have fewer tokens than the window: columns of the window before it move up"
+        return "the wrong requests have fewer tokens than the window has columns, so older columns have to move up"
     return ""
 
 
@@ -312,18 +314,18 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     others = [
         ("it is the state before the step: the update was not stored", after.before.states),
         (
-            "it is the state of the request before it in the batch: slots and requests do not go together",
+            "it is the state of the request before it in the batch: slots are paired with the wrong requests",
             want.roll(1, 1),
         ),
         (
-            "it is the state of the request after it in the batch: slots and requests do not go together",
+            "it is the state of the request after it in the batch: slots are paired with the wrong requests",
             want.roll(-1, 1),
         ),
         ("it is the state of the layer before it", want.roll(1, 0)),
         ("the head has the state of the head before it", want.roll(1, 2)),
     ]
     if want.shape[-1] == want.shape[-2]:
-        others.append(("rows and columns are exchanged: the order of the pool is another", want.mT))
+        others.append(("rows and columns are exchanged: the pool has the other order", want.mT))
     known = next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
     return known or _of_chunks(after, bad)
 
@@ -372,7 +374,7 @@ def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
             "state-counts-tokens",
             token_text(after.data, after.states, after.want.states, after.before.states, (layer, end, head, key)),
             where=f"{_layer(case, layer)}, {_who(after, end)}, head {head}, column {key} of its state",
-            spread=f"{columns} columns of request {request} wrong in all layers and heads",
+            spread=f"{columns} columns of request {request} are wrong in all layers and heads",
             step=observed.label,
         )
     ]

@@ -1,4 +1,4 @@
-"""A wrong packed row in words: which of its planes are wrong, what these hold, and by which usual mistake."""
+"""A wrong packed row in words: which planes are wrong, what they hold, and the usual mistake that explains it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Other = tuple[str, torch.Tensor]
 
 
 def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, others: Iterable[Other] = ()) -> str:
-    """Describe ``row`` [Hk, bytes] that should be ``want``; empty if its numbers and its scales are both unlike.
+    """Describe ``row`` [Hk, bytes] that should be ``want``; empty if both its numbers and its scales are wrong.
 
     ``others``: rows whose scales it may hold instead.
     """
     if any(_zeros_over_zero(packed, plane, row, want) for plane in packed.scale_planes):
         return (
-            "a tile of zeros is NaN in it, and all else is right: the scale of such a tile was computed as 0, and "
+            "a tile of zeros is NaN in it, and everything else is right: the scale of such a tile was computed as 0, "
+            "and "
             "zeros were divided by it. Divide by a smallest scale there, or store zeros"
         )
     wrong = differing(packed, row, want)
@@ -33,7 +34,7 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, othe
     if len(wrong) == len(scales):
         held = next(filter(None, (scales_held(packed, plane, row, want, others) for plane in scales)), "")
         why = held or "they were not stored, or are those of another row, head or step"
-        return f"its numbers are right, and its scales are not: {why}"
+        return f"its values are right, but its scales are wrong: {why}"
     if not scales:
         return next((text for plane in wrong if (text := _numbers(packed, plane, row, want))), "")
     return ""
@@ -91,7 +92,7 @@ def _scales(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tenso
 
 
 def _zeros_over_zero(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> bool:
-    """True if of the tiles of ``plane`` only some that should be zeros are wrong, and these are NaN."""
+    """True if only tiles of ``plane`` that should be zeros are wrong, and those are NaN."""
     due, part = holds_zeros(packed, plane, want), packed.part(plane)
     held, right = (in_tiles(packed.unpack(each)[..., part], plane.tile) for each in (row, want))
     wrong = (held != right).any(-1)
@@ -106,7 +107,7 @@ def _numbers(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Te
         ((held.view(torch.int8).int() - due.view(torch.int8).int()).abs() <= 1).all()
     ):
         return (
-            "its scales are right, and it holds the numbers next to the right ones: they were probably truncated "
+            "its scales are right, but its values are one step from the right ones: they were probably truncated "
             "instead of rounded, or their quotients rounded to 16 bits first"
         )
-    return "its scales are right, and its numbers are not"
+    return "its scales are right, but its values are wrong"

@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: click.UsageError) -> str:
-    """The usage of a command, or the option to write instead, if the message has neither."""
+    """The usage of a command, or the option to write instead, if the message contains neither."""
     named = isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter)
     if error.ctx is None or named:
         return ""

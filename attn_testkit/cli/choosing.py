@@ -1,4 +1,4 @@
-"""Options of ``run`` that mean what they mean in pytest: which case-runs run, and what is written about them."""
+"""Options of ``run`` with their meaning in pytest: which case-runs run, and what is printed about them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pytest_options(command: F) -> F:
 
 
 def choose(prepared: Prepared, keyword_text: str, last_failed: bool) -> Prepared:
-    """Leave out what ``-k`` and ``--lf`` deselect. Raises ``UsageError`` for another text than an expression."""
+    """Leave out what ``-k`` and ``--lf`` deselect. Raises ``UsageError`` if the text is not an expression."""
     if keyword_text:
         matches, backends = keyword(keyword_text), prepared.request.candidates
         prepared = only(prepared, lambda row: matches(param_id(row, backends)), f"-k {keyword_text!r}")
@@ -55,12 +55,12 @@ def choose(prepared: Prepared, keyword_text: str, last_failed: bool) -> Prepared
         why = f"none of the {len(failed)} case-runs that failed is selected" if failed else "nothing failed"
         click.echo(f"  --lf: {why} according to {place()}; running all that is selected", err=True)
         return prepared
-    click.echo(f"  --lf: {count} case-runs that failed, of {place()}", err=True)
+    click.echo(f"  --lf: {count} case-runs that failed, from {place()}", err=True)
     return only(prepared, lambda row: _key(row) in failed, "--lf")
 
 
 def only(prepared: Prepared, keep: Callable[[Item | CaseResult], bool], by: str) -> Prepared:
-    """Keep some of the case-runs; ``by`` says in words what selected them."""
+    """Keep some of the case-runs; ``by`` is the selection in words."""
     items = tuple(filter(keep, prepared.items))
     preset = tuple(row for row in prepared.preset if not row.case or keep(row))
     dropped = [row for row in prepared.preset if row.status in RAN | {Status.QUARANTINED} and row not in preset]
@@ -81,7 +81,7 @@ def echo_items(prepared: Prepared) -> int:
     """List what would run, one name per line as ``-k`` sees it. Returns the exit code: 0, or 5 for nothing."""
     for item in prepared.items:
         click.echo(param_id(item, prepared.request.candidates))
-    click.echo(f"{len(prepared.items)} case-runs would run, none did", err=True)
+    click.echo(f"{len(prepared.items)} case-runs would run, but none did", err=True)
     return 0 if prepared.items else 5
 
 

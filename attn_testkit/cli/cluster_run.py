@@ -72,7 +72,7 @@ _WORDS = {0: "nothing failed", 2: "interrupted", 3: "the kit itself failed", 5: 
 
 
 def _files_of(architecture: Architecture, values: dict[str, Any]) -> dict[str, Any]:
-    """The options with files of the architecture's own: ``out-sm90.json``."""
+    """The options with a file per architecture: ``out-sm90.json``."""
     named = dict(values)
     for option in ("json_file", "html_file", "junit_file"):
         if values[option]:

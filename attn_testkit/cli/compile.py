@@ -1,4 +1,4 @@
-"""``compile``: compile a backend's Triton kernels for GPUs that are not there."""
+"""``compile``: compile a backend's Triton kernels for GPUs that this machine lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm120")
 
 @click.command(
     "compile",
-    short_help="Compile a backend's Triton kernels for GPUs that are not there.",
+    short_help="Compile a backend's Triton kernels for GPUs that this machine lacks.",
     epilog="""\b
 Examples:
   attn-testkit compile --backend triton --for sm90,sm100
@@ -39,10 +39,9 @@ Exit code 0: all compiled, which does not mean CONFORMANT. 1: a target refuses a
 @seconds_option(60.0, "For one launch.")
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write the results to a file.")
 def compile_(backend: str, targets: str, seconds: float, json_file: str | None, **selected: Any) -> int:
-    """Run a tier in eager mode on emulated CUDA, and hand each kind of launch of a Triton kernel to Triton's compiler.
-
-    It reports what a target refuses, and each kernel's shared memory, registers and stack. A kernel runs in Triton's
-    interpreter with any tile; a device has limits.
+    """Run a tier in eager mode on emulated CUDA, and pass each kind of launch of a Triton kernel to Triton's compiler.
+    The command reports launches that a target refuses, and each kernel's shared memory, registers and stack. A kernel
+    runs in Triton's interpreter with any tile; a device has limits.
     """
     unknown = [each for each in targets.split(",") if each not in TARGETS]
     if unknown:

@@ -64,8 +64,8 @@ def demo(topic: str | None, page: str, device: str) -> int:
     """Show a known bug, the test that it passes, and what the kit reports.
 
     Four runs of one decode: eager, a CUDA graph that is replayed with the batch that it captured, a graph that is
-    replayed with other batches, and both again with the bug fixed. With `sparse`: a backend that selects keys, where
-    all keys are selected, where 16 of 101 are, and both again with the bug fixed. Without a GPU, CUDA and its graphs
+    replayed with other batches, and both again with the bug fixed. With `sparse`: a backend that selects keys, first
+    with all keys selected, then with 16 of 101, and both again with the bug fixed. Without a GPU, CUDA and its graphs
     are emulated.
     """
     refuse_unwritable(page)
@@ -106,7 +106,7 @@ def _of_graphs(device: str) -> tuple[str, Report, list[Row]]:
             (eager, eager, "eager", "the kit"),
             (ordinary_passed, ordinary_passed, "CUDA graph, replayed with the batch that it captured", file),
             (not graph, graph, "CUDA graph, replayed with other batches", "the kit"),
-            (fixed, fixed, "the bug fixed: eager, and replayed with other batches", "the kit"),
+            (fixed, fixed, "with the bug fixed: eager, and replayed with other batches", "the kit"),
         ],
     )
 

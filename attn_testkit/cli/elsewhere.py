@@ -31,7 +31,8 @@ def registered_names() -> list[str]:
 
 
 def absent(name: str) -> click.Command:
-    """The command in place of one of ``ELSEWHERE``. It raises ``UsageError`` with what to install, also for --help."""
+    """The command that replaces one of ``ELSEWHERE``. It raises ``UsageError`` with what to install, also for
+    --help."""
 
     def say(words: tuple[str, ...]) -> NoReturn:
         raise UsageError(f"`attn-testkit {name}` {ELSEWHERE[name].is_missing}")

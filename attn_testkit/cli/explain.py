@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..cases.case import Case
 
 _LEAST_HYPHENS = 5
-"""Least number of hyphens of what is read as a case id without a leading mode: no check and no word has as many."""
+"""Fewest hyphens in a text that is read as a case id although no mode leads it; no check and no word has as many."""
 
 
 @click.command(

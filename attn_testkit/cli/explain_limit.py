@@ -16,7 +16,7 @@ from ..steps.schedule import make_schedule
 
 
 def has_limit_terms(case: Case) -> bool:
-    """Return whether the limits of a case can be taken apart."""
+    """Return whether the limits of a case can be split into terms."""
     return family_of(case) is SOFTMAX
 
 
@@ -46,14 +46,14 @@ _WHERE = re.compile(
 )
 """Element of the output that was compared with its limit, as `where` names it, and the limit."""
 _ROUNDED = 0.001
-"""Part of a limit that is lost where it is printed."""
+"""Relative error of a limit in print, because of rounded digits."""
 
 
 def explain_limit(case: Case, at: str, step: int) -> float:
-    """Print how the limit of an element comes about: the answer, each term with its reason, and their sum.
+    """Print how the limit of an element is computed: the answer, each term with its reason, and their sum.
 
-    ``at``: layer, request, row, head and dim of the element, five numbers with any words around them. Returns the
-    sum. Raises ``UsageError`` for an element or a step that the case does not have, and if its layers are not softmax
+    ``at``: layer, request, row, head and dim of the element, five numbers, with any words in between. Returns the sum.
+    Raises ``UsageError`` for an element or a step that the case does not have, and if its layers are not softmax
     attention.
     """
     if not has_limit_terms(case):

@@ -38,7 +38,7 @@ Examples:
   attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 10
   attn-testkit fuzz --backend my_pkg.attn:MyBackend --minutes 5 --mode decode --seed 7 --json fuzz.json
 \b
-Exit code 0: nothing found; whether the backend conforms, only `run` says. 1: found. 2: interrupted. 5: nothing ran.""",
+Exit code 0: nothing found; only `run` says whether the backend conforms. 1: found. 2: interrupted. 5: nothing ran.""",
 )
 @one_backend
 @click.option("--minutes", type=Value(MINUTES), default=5.0, show_default=True, help="How long to search.")
@@ -102,9 +102,9 @@ class _Diary:
     _kept: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def see(self, result: CaseResult, making_small: Found | None) -> None:
-        """Count one more case-run. While a failure is minimized only its smallest case is recorded, at the end.
+        """Count one more case-run. While a failure is minimized, only its smallest case is recorded, at the end.
 
-        Raises ``KeyboardInterrupt`` if a stop was requested and got lost.
+        Raises ``KeyboardInterrupt`` if a stop was requested and lost.
         """
         self.interrupts.heed()
         if making_small is None or result.status not in BAD:
@@ -123,7 +123,7 @@ class _Diary:
             self.record.add(result)
 
     def smaller(self, found: Found) -> None:
-        """Keep a failure that is new or smaller than before, at once, whatever ends the search."""
+        """Store a failure that is new or smaller than before at once, so that it is kept however the search ends."""
         from ..fuzz.database import Entry
 
         if found.kind not in self._kept:
@@ -156,7 +156,7 @@ def _verdict(runs: int, found: Sequence[Found], results: Sequence[CaseResult], i
         return f"the kit itself failed in {ours} of {runs} random case-runs"
     words = f"{len(found)} kind{'s' if len(found) != 1 else ''} of failure" if found else "no failure"
     stopped = ", until the search was interrupted" if interrupted else ""
-    hint = "" if found else "; whether the backend conforms, `attn-testkit run` says"
+    hint = "" if found else "; `attn-testkit run` says whether the backend conforms"
     return f"found {words} in {runs} random case-runs{stopped}{hint}"
 
 

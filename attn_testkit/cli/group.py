@@ -8,7 +8,7 @@ from ..registry import UsageError, unknown
 
 
 class Commands(click.Group):
-    """Commands in the order in which they were added, which is that in which a user needs them."""
+    """Commands in the order in which they were added, which is the order in which a user needs them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""
@@ -17,7 +17,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command. Raises ``UsageError`` with the command that was probably meant, also if it is in a group."""
+        """Find a command. Raises ``UsageError`` with the command that was probably meant, also for one in a group."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             groups = (group for group in self.commands.values() if isinstance(group, click.Group))

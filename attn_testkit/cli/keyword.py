@@ -16,7 +16,7 @@ _TOKEN = re.compile(r"\s*(?P<token>[()]|[\w:+\-.\[\]\\/,@^*]+)")
 def keyword(text: str) -> Matches:
     """Compile an expression to a function of a name. A word matches a name that contains it, whatever its case.
 
-    Raises ``UsageError`` with the column for another text than an expression.
+    Raises ``UsageError`` with the column if the text is not an expression.
     """
     parser = _Parser(text)
     parser.tokens = parser.split()
@@ -54,7 +54,7 @@ class _Parser:
         return UsageError(f"-k {self.text!r}: expected {expected}, got {token!r} at column {column}")
 
     def takes(self, word: str) -> bool:
-        """Take the next token if it is this word."""
+        """Consume the next token if it is this word."""
         found = self.place < len(self.tokens) and self.tokens[self.place][0] == word
         self.place += found
         return found
@@ -67,7 +67,7 @@ class _Parser:
         return lambda name: any(part(name) for part in parts)
 
     def both(self) -> Matches:
-        """Read ``A and B``, which binds more than ``or``."""
+        """Read ``A and B``, which binds tighter than ``or``."""
         parts = [self.one()]
         while self.takes("and"):
             parts.append(self.one())

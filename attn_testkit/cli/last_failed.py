@@ -37,7 +37,8 @@ def failed_before() -> frozenset[Key]:
 
 
 def keep_failed(results: Iterable[CaseResult]) -> None:
-    """Add the case-runs that failed, and drop those that ran and did not. The others keep their entries, as in pytest.
+    """Add the case-runs that failed, and drop those that ran and did not fail. The others keep their entries, as in
+    pytest.
 
     Nothing is raised for a folder that cannot be written: the results were printed.
     """

@@ -1,4 +1,4 @@
-"""``list``: the registered backends, or the cases that a run would take."""
+"""``list``: the registered backends, or the cases that a run would run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ Examples:
   attn-testkit list --cases --backend triton --mode target-verify --tier core
   attn-testkit list --json""",
 )
-@click.option(
-    "--cases", "show_cases", is_flag=True, help="Print the case ids that a run with these options would take."
-)
+@click.option("--cases", "show_cases", is_flag=True, help="Print the case ids that a run with these options would run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @selection_options
 def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
-    """Show the registered backends and what they declare; with --cases, the ids of the cases that a run would take.
+    """Show the registered backends and what they declare; with --cases, the ids of the cases that a run would run.
 
     A backend need not be registered: you can name it module:Class.
     """

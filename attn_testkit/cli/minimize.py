@@ -38,7 +38,7 @@ Exit code 1: it fails, and was minimized. 0: it passes. 2: interrupted. 5: it do
 @click.argument("case")
 @run_option("executions")
 @run_option("device")
-@click.option("--any-failure", is_flag=True, help="Accept a failure of another check than in CASE.")
+@click.option("--any-failure", is_flag=True, help="Accept a failure of a different check than CASE's.")
 @seconds_option(600.0, "Start no case-run after S seconds.")
 @run_option("timeout_s")
 def minimize(
@@ -52,9 +52,9 @@ def minimize(
 ) -> int:
     """Make a failing case as simple as possible while it fails the same check.
 
-    Each setting that differs from the minimal case of the mode is set back, or moved toward it, as long as the case
-    fails. The settings that are left matter. Without --execution, the case is tried in eager mode first and, if that
-    passes, under a graph.
+    Each setting that differs from the minimal case of the mode is reset, or moved toward the minimal value, as long as
+    the case fails. The failure needs the settings that are left. Without --execution, the case is tried in eager mode
+    first and, if that passes, under a graph.
     """
     from ..cases.declared import not_declared
 

@@ -25,7 +25,7 @@ _FILES = {
 """Name of a file -> its template in this folder, and what it is."""
 _UNTIL_DAYS = 180
 _MOST_CHARACTERS = 40
-"""Longest name of a module: with a longer one, ruff would format the files differently."""
+"""Longest name of a module; with a longer one, ruff would format the files differently."""
 
 
 @click.command(
@@ -70,7 +70,7 @@ def _module_name(name: str) -> str:
     if module.lower() != module:
         raise UsageError(f"{name!r}: the name of a module is in lower case; did you mean {_small(module)!r}?")
     if module in sys.stdlib_module_names or module in ("torch", "attn_testkit", "conftest"):
-        raise UsageError(f"{name!r} would hide the module of that name; take another, such as {module}_attention")
+        raise UsageError(f"{name!r} would hide the module of that name; choose another, such as {module}_attention")
     return module
 
 

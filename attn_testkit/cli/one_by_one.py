@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class OneByOne:
-    """The processes that judge one backend, each replaced if it dies.
-
-    There is one for cases under no_grad and one for those under inference_mode: a worker cannot go back from one to
-    the other, and unordered cases would start a new worker every time.
+    """The processes that judge one backend, each replaced if it dies. One process runs cases under no_grad and another
+    those under inference_mode: a worker cannot switch back from one to the other, and unordered cases would start a new
+    worker every time.
     """
 
     def __init__(self, request: Request, timeout_s: float) -> None:
@@ -38,7 +37,8 @@ class OneByOne:
     def run(self, case: Case, execution: str, *, explains: Explains = "check") -> CaseResult:
         """The result of one case-run, whatever the backend does.
 
-        ``explains``: how far a failure is diagnosed. Finding its cause takes as long as many case-runs.
+        ``explains``: extent of the diagnosis of a failure. Finding the cause of a failure takes as long as many
+        case-runs.
         """
         item = Item(self._candidate.spec, case.mode.value, execution, case.id)
         plan = replace(self.plan.to_run(), explains=explains)

@@ -22,18 +22,18 @@ _SELECTION = {each.name for each in fields(Request)} & {*_OF_RUN}
 
 
 class Value(click.ParamType[Any]):
-    """A value of a kind; the error for a wrong one is the same as in Python and in pytest."""
+    """A value of a kind; the error for a wrong value is the same as in Python and in pytest."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.name = kind.metavar.lower()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Accept a text, or show what one looks like."""
+        """Convert a text, or show a valid one in the error."""
         return self.kind.parse(value) if isinstance(value, str) else value
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """The words themselves if they are few and short."""
+        """The values themselves if they are few and short."""
         return self.kind.metavar
 
 
@@ -62,7 +62,7 @@ def one_backend(command: F) -> F:
 
 
 def seconds_option(default: float, help: str) -> Callable[[F], F]:
-    """``--seconds`` of a command that searches or compiles for so long."""
+    """``--seconds`` of a command that searches or compiles for that time."""
     return click.option("--seconds", type=Value(seconds("seconds")), default=default, show_default=True, help=help)
 
 
@@ -83,7 +83,8 @@ def _with(command: F, names: Sequence[str]) -> F:
 
 
 def asked_for(values: dict[str, Any], **more: Any) -> tuple[Request, Options]:
-    """The records of a command's values, of which the others are left out. ``more``: further fields of the request."""
+    """The option records of a command's values; all other values are left out. ``more``: further fields of the
+    request."""
     given = {name: values[name] for name in _OF_RUN if name in values}
     backends = tuple(map(spec_of, given.pop("backends")))
     return asked("run", backends, given, command=command_line(), **more)

@@ -47,8 +47,8 @@ def repro(
 ) -> int:
     """Run one case again, in a child process as the original run did.
 
-    CASE is the id in the failure; it is enough to rebuild the case, whatever the tier. --after is for a backend that
-    keeps something from one case-run to the next.
+    CASE is the id in the failure; the case is rebuilt from it, whatever the tier. --after is for a backend that keeps
+    state from one case-run to the next.
     """
     before = tuple(_with_execution(each, executions) for each in after)
     request = Request(backends, executions=executions, device=device, cases=(case,))

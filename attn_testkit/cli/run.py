@@ -53,7 +53,7 @@ Examples:
 @settings_options
 @click.option(
     "--last", type=click.Path(), metavar="FILE",
-    help="With --budget: run what failed there first.",
+    help="With --budget: first run what failed in FILE.",
 )  # fmt: skip
 @click.option(
     "--rest-of", type=click.Path(), multiple=True, metavar="FILE",
@@ -95,8 +95,8 @@ def _for_programs(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _cases_from(name: str) -> tuple[str, ...]:
-    """Ids and globs of a file. Raises ``UsageError`` for a file that cannot be read, or that is empty: the whole tier
-    would be run.
+    """Ids and globs of a file. Raises ``UsageError`` for a file that cannot be read, or that is empty, for which the
+    whole tier would be run.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8-sig")
@@ -148,7 +148,7 @@ def _run(request: Request, options: Options, values: dict[str, Any]) -> int:
 
 
 def _begin(prepared: Prepared, values: dict[str, Any]) -> None:
-    """Print what there is to say before anything runs."""
+    """Print the header and warnings before anything runs."""
     echo_header(prepared.plan.header)
     if values["in_process"]:
         click.echo(NO_GATE, err=True)
@@ -169,9 +169,8 @@ def _failed(record: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def _rest_of(prepared: Prepared, earlier: Mapping[str, Report]) -> tuple[Prepared, int]:
-    """Leave out what ran in results files of the same run, and take over its results: the verdict is on all of it.
-
-    Returns also the number of failures that were taken over. Raises ``UsageError`` for a file of another run.
+    """Leave out what ran in results files of the same run, and include the results of these files: the verdict covers
+    all of it. Returns also the number of included failures. Raises ``UsageError`` for a file of another run.
     """
     rows: dict[tuple[str, str, str], CaseResult] = {}
     for name, before in earlier.items():
@@ -202,7 +201,7 @@ def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
 
 
 def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carried: int) -> int:
-    """Run, print and record. ``carried``: failures of earlier runs among the results that are known already."""
+    """Run, print and record. ``carried``: number of failures among the results of earlier runs."""
     header = prepared.plan.header
     if values["html_file"]:
         # Written now, so that a path that cannot be written fails at once and not after hours.
@@ -295,14 +294,14 @@ class Interrupts:
     asked: bool = False
 
     def heed(self) -> None:
-        """Raise ``KeyboardInterrupt`` if one was requested and got lost."""
+        """Raise ``KeyboardInterrupt`` if an interrupt was requested and lost."""
         if self.asked:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def terminated_like_interrupted() -> Iterator[Interrupts]:
-    """Turn SIGTERM into a KeyboardInterrupt, and remember that either of them came."""
+    """Turn SIGTERM into a KeyboardInterrupt, and remember that one of the two arrived."""
     interrupts = Interrupts()
 
     # A cancelled CI job sends SIGTERM: its report must be closed like that of a run that a user interrupts.

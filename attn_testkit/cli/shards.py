@@ -49,6 +49,6 @@ def refuse_other_shard(name: str, then: RunHeader, now: RunHeader) -> None:
     """Raise ``UsageError`` if the results file of another shard is continued, or that of a whole run by a shard."""
     before, here = then.selection.shard or "of everything", now.selection.shard or "of everything"
     if before != here:
-        raise UsageError(f"{name} is of another run: it is shard {before}, here it is {here}")
+        raise UsageError(f"{name} is from another run: it is shard {before}, here it is {here}")
     if here != "of everything" and then.plan != now.plan:
-        raise UsageError(f"{name} is of another run: its plan is {then.plan!r}, here {now.plan!r}")
+        raise UsageError(f"{name} is from another run: its plan is {then.plan!r}, here {now.plan!r}")

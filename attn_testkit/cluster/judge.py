@@ -18,10 +18,10 @@ from . import tasks
 from .ray_module import ray_module
 
 SHARDS_PER_SLOT = 4
-"""Shards for each that can run at the same time: many, so that a node that is fast gets more, and few, because each
-starts a process that imports torch and the backend on a GPU node."""
+"""Shards per slot: enough so that a fast node gets more, but few, because each starts a process that imports torch and
+the backend."""
 _POLL = 0.5
-"""Seconds between two looks at the results."""
+"""Seconds between two polls of the results."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def _any_of(types: Sequence[str]) -> dict[str, str]:
 
 
 def _ask_for_name(ray: Any, where: Mapping[str, Any], options: Options, device: str) -> str:
-    """Ask a node that a task with the options ``where`` runs on what its device is called."""
+    """Ask a node on which a task with the options ``where`` runs for the name of its device."""
     name: str = ray.get(ray.remote(tasks.device_name).options(num_cpus=options.jobs, **where).remote(options, device))
     return name
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that this process is connected with."""
+    """A cluster to which this process is connected."""
 
     ray: Any
     options: Options
@@ -89,7 +89,7 @@ class Cluster:
         ]
 
     def judge(self, architecture: Architecture) -> ClusterJudge:
-        """Return what plans and runs on an architecture."""
+        """Return the judge that plans and runs on an architecture."""
         return ClusterJudge(self.ray, self.options, architecture)
 
     def _slots(self, nodes: Sequence[Mapping[str, Any]], gpus: int) -> int:
@@ -105,7 +105,7 @@ class Cluster:
 
 
 def _by_number(found: tuple[str, list[str]]) -> list[str | int]:
-    """Put sm90 before sm100, in whichever order Ray knows its nodes."""
+    """Put sm90 before sm100, in whatever order Ray lists its nodes."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", found[0])]
 
 
@@ -160,7 +160,7 @@ class ClusterJudge:
         return found
 
     def begin(self, plan: Plan, items: Sequence[Item]) -> int:
-        """Hand all shards to Ray, and return their number; ``run`` has the results."""
+        """Submit all shards to Ray, and return their number; ``run`` yields the results."""
         ray, slots = self._ray, self._architecture.slots
         cases = len({(item.backend, item.case) for item in items})
         cut = shards_of(items, max(1, min(cases, SHARDS_PER_SLOT * slots)), plan.header.seed, self.durations)
@@ -208,7 +208,7 @@ class ClusterJudge:
 
 
 def _why_lost(ray: Any, shard: Any) -> str:
-    """The reason why Ray gave up a shard; empty if it is through."""
+    """The reason why Ray gave up a shard; empty if the shard is done."""
     try:
         ray.get(shard)
     except ray.exceptions.RayError as error:

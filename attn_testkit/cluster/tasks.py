@@ -1,6 +1,5 @@
-"""Tasks of the nodes: the judge of a shard, and the actor that keeps what is finished.
-
-A Ray worker process is used for several tasks, also of a GPU (seen with Ray 2.60), so its judge is kept.
+"""Tasks of the nodes: the judge of a shard, and the actor that keeps finished results. A Ray worker process is used for
+several tasks, also with a GPU (seen with Ray 2.60), so its judge is kept.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _kept: dict[tuple[Options, str, str], JudgeProcess] = {}
 
 
 class Collector:
-    """Keeps results where the driver runs, so that a node that dies takes none along. An actor of Ray."""
+    """A Ray actor that keeps results where the driver runs, so that none is lost with a node."""
 
     def __init__(self) -> None:
         self._finished: set[Key] = set()
         self._new: list[CaseResult] = []
 
     def add(self, result: CaseResult) -> None:
-        """Take one result; a second one of the same case-run, of a shard that ran twice, is dropped."""
+        """Store one result; a second result of the same case-run, from a shard that ran twice, is dropped."""
         key = result.backend, result.execution, result.case
         if key not in self._finished:
             self._finished.add(key)
@@ -64,7 +63,7 @@ def device_name(options: Options, device: str) -> str:
 
 
 def plan_on_node(request: Request, options: Options) -> tuple[Plan | None, str]:
-    """Plan where the backend and the device are: the plan, or what is wrong with the request."""
+    """Plan on the node with the backend and the device. Returns the plan, or the error of the request."""
     try:
         return _judge(options, request.device).plan(request), ""
     except UsageError as error:
@@ -72,7 +71,7 @@ def plan_on_node(request: Request, options: Options) -> tuple[Plan | None, str]:
 
 
 def run_shard(plan: Plan, items: Sequence[Item], options: Options, collector: Any) -> None:
-    """Run what is not finished of a shard; each result goes to the collector as it comes."""
+    """Run the unfinished case-runs of a shard; each result is sent to the collector at once."""
     ray = ray_module()
     finished = ray.get(collector.finished.remote())
     due = [item for item in items if key_of(item) not in finished]

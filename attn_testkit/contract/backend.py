@@ -30,14 +30,14 @@ RESERVED_PREFIX = "_kit_"
 
 
 def _refuse_hidden_names(cls: type) -> None:
-    """Raise ``TypeError`` if a class outside the kit has a name of the kit's own bases."""
+    """Raise ``TypeError`` if a class outside the kit defines a private name of the kit's base classes."""
     if cls.__module__.startswith(f"{_CONTRACT}."):
         return
     for name in vars(cls):
         if name == "context" or name.startswith(RESERVED_PREFIX):
             bases = (each for each in cls.__mro__[1:] if each.__module__.startswith(f"{_CONTRACT}."))
             base = next(bases, AttentionBackend)
-            kept = "the BackendContext of an instance" if name == "context" else "what it knows of a step"
+            kept = "the BackendContext of an instance" if name == "context" else "its state of a step"
             raise TypeError(
                 f"{cls.__name__}.{name} hides a name under which {base.__name__} keeps {kept}: give it another name "
                 f"(any that is not 'context' and does not begin with {RESERVED_PREFIX!r})"
@@ -58,8 +58,8 @@ class AttentionBackend(ABC):
     is optional, runs between the warm-ups and the capture. At a replay only ``init_forward_metadata_out_graph(view)``
     runs; then the graph does.
 
-    Draft-decode: the same, with several forwards for one plan, and all of them in one graph. The hooks above plan the
-    draft and are given the batch of its first forward. Each later forward has its own batch, numbered by
+    In draft-decode one plan serves several forwards, and one graph holds all of them. The hooks above plan the draft
+    and are given the batch of its first forward. Each later forward has its own batch, numbered by
     ``spec_info.step``, and begins with ``init_forward_metadata_in_graph`` of that batch, in eager mode too. A server's
     multi-step backend plans all steps beforehand and selects one by ``step``. A backend that plans one step at a time
     does it there.
@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
     compiled module that does not load. Its modes are reported as not run here."""
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raise ``TypeError`` for a subclass that hides a name that its base keeps for itself."""
+        """Raise ``TypeError`` for a subclass that defines a name which its base class reserves."""
         super().__init_subclass__(**more)
         _refuse_hidden_names(cls)
 
@@ -107,10 +107,10 @@ class AttentionBackend(ABC):
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
         """Allocate the KV pool, for backends that declare the KV layout ``custom``. Returns one ``KVLayer`` per layer.
 
-        The kit stores and reads rows by these views, and fills and compares all memory that they lie in.
+        The kit stores and reads rows through these views, and fills and compares all memory that the views point into.
         Called before the constructor, whose ``context.kv_pool`` holds the result.
         """
-        raise NotImplementedError(f"{cls.__name__} declares kv_layouts={{'custom'}}: it has to have lay_out_kv_pool")
+        raise NotImplementedError(f"{cls.__name__} declares kv_layouts={{'custom'}}, so it must define lay_out_kv_pool")
 
     @abstractmethod
     def forward(
@@ -133,13 +133,12 @@ class AttentionBackend(ABC):
         both, and so does the kit if the backend declares ``takes_none_kv``.
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype. The tensor stays valid until the next ``forward``,
         or longer: see ``output_lifetime``. With ``takes_out`` there is one more argument, ``out=None``; if it is given,
-        ``forward`` writes to it and returns it.
-        In a cross-attention layer k and v are those of E encoder tokens, to store in ``batch.encoder_out_cache_loc``,
-        or None if the step stores none (``CrossAttention``).
-        With ``sparse`` there is ``selected``, [T, topk] int32, by name: the keys of each row (``Sparse``). Only they
-        are attended and may be read; every other key of the request may hold NaN.
-        Rows of padded requests may hold anything, NaN included: those of the output, and those of ``q``, ``k`` and
-        ``v``. A tile of live rows must not load them, because 0 times NaN is NaN (sglang #15757).
+        ``forward`` writes to it and returns it. In a cross-attention layer k and v belong to E encoder tokens and are
+        stored in ``batch.encoder_out_cache_loc``; they are None if the step stores none (``CrossAttention``). With
+        ``sparse`` the keyword argument ``selected``, [T, topk] int32, lists the keys of each row (``Sparse``). Only
+        these are attended to and may be read; every other key of the request may hold NaN. Rows of padded requests may
+        hold anything, NaN included, in ``q``, ``k`` and ``v`` and in the output. A tile of live rows must not load
+        them, because 0 times NaN is NaN (sglang #15757).
         """
 
     def forward_return_lse(
@@ -154,18 +153,17 @@ class AttentionBackend(ABC):
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp. With
-        ``sparse`` there is ``selected`` by name, and ``part`` is the whole.
+        ``sparse`` the keyword argument ``selected`` is given, and ``part`` is the split ``whole``.
 
         Called if ``capabilities.lse`` is declared. ``part`` is one of ``context.kv_splits``, known to the constructor
         and so to every plan. The first split of a layer stores new keys and values; the others have ``save_kv_cache``
-        False.
-        The output is [T, Hq, Dv] in the model's dtype, normalized by the split's own sum. The log-sum-exp is [T, Hq] or
-        [Hq, T], as declared: the logarithm, in the declared base, of the sum of exp(logit) over the keys of the split
-        that the row may see; logits as in the softmax, scaled and capped. If ``part.sinks``, the sink is one of them.
-        A row that sees no key of the split has -inf, or its sink, and an output of zeros or other finite numbers: a
-        merge gives it the weight 0, and 0 * NaN is NaN. Both are read before the next call.
+        False. The output is [T, Hq, Dv] in the model's dtype, normalized by the split's own sum. The log-sum-exp is [T,
+        Hq] or [Hq, T], as declared: the logarithm, in the declared base, of the sum of exp(logit) over the keys of the
+        split that the row may see; logits as in the softmax, scaled and capped. If ``part.sinks``, the sink is one of
+        them. The log-sum-exp of a row that sees no key of the split is -inf, or its sink, and its output is zeros or
+        other finite values: a merge gives it the weight 0, and 0 * NaN is NaN. Both are read before the next call.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares lse and has no forward_return_lse")
+        raise NotImplementedError(f"{type(self).__name__} declares lse but does not define forward_return_lse")
 
     def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
         """Quantize index keys ``k_index`` [T, 128] (model's dtype), and store them in ``context.index_pool`` in the
@@ -174,7 +172,7 @@ class AttentionBackend(ABC):
         Called before ``select``, if ``capabilities.sparse.indexer`` is declared, and not if the pool holds the step's
         keys already. Nothing else in the pool may change. May run under capture: device work only.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares an indexer and has no store_index")
+        raise NotImplementedError(f"{type(self).__name__} declares an indexer but does not define store_index")
 
     def select(
         self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
@@ -183,12 +181,12 @@ class AttentionBackend(ABC):
 
         ``q_index`` [T, heads, 128] in FP8 e4m3; ``weights`` [T, heads] float32, which include the scale of ``q_index``.
         The score of key s for row t is the sum over heads h of ``weights[t, h] * relu(q_index[t, h] . k[s])``, times
-        the scale of key s. A row selects the min(topk, keys that it may see) keys of the highest scores, its own
-        included. Rows of padded requests may hold anything. An index is what ``Sparse.index_space`` says.
+        the scale of key s. A row selects the min(topk, keys that it may see) keys with the highest scores; its own key
+        may be one of them. Rows of padded requests may hold anything. An index is what ``Sparse.index_space`` says.
 
-        Called before each ``forward``, whose ``selected`` is mostly this result. May run under capture.
+        Called before each ``forward``, which usually gets this result as ``selected``. May run under capture.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares an indexer and has no select")
+        raise NotImplementedError(f"{type(self).__name__} declares an indexer but does not define select")
 
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
@@ -199,7 +197,9 @@ class AttentionBackend(ABC):
         dtype. Returns output and log-sum-exp of the two splits together, in the same form. One split may be empty, or
         both. May run under capture: device work only.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares lse with merges=True and has no merge_state")
+        raise NotImplementedError(
+            f"{type(self).__name__} declares lse with merges=True but does not define merge_state"
+        )
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare one eager step."""
@@ -218,32 +218,33 @@ class AttentionBackend(ABC):
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook
         """Build metadata a second time, between the last warm-up and the capture of a bucket, outside the graph.
 
-        For backends whose servers build metadata twice (vLLM). ``batch`` is that of ``init_forward_metadata_out_graph``
-        at this capture. The capture must read the buffers that replays fill.
+        For backends whose servers build metadata twice (vLLM). ``batch`` is the one that
+        ``init_forward_metadata_out_graph`` gets at this capture. The capture must read the buffers that replays fill.
         """
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook
         """Device work at the start of the captured region, which every replay executes again."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """``seq_lens`` of a padded request, and of every request while capturing (extend: of those without rows).
-
-        0 or 1. Not called if padded requests have neither rows nor keys (``Dialect.padded_requests``): then it is 0.
+        """Return ``seq_lens`` of a padded request, and of every request while a graph is captured (in extend: of
+        requests without rows). 0 or 1. Not called if padded requests have neither rows nor keys
+        (``Dialect.padded_requests``): then it is 0.
         """
         return 1
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """A mask buffer for the draft stage to fill in place. None: a fresh FULL_MASK is made for each step."""
+        """A mask buffer that the draft stage fills in place. None: a fresh FULL_MASK is allocated for each step."""
         return None
 
 
 class LegacyGraphHooks:
-    """A mix-in for backends with the older pair of graph hooks; list it *before* ``AttentionBackend``. It does not
-    support graphs of extend, whose lengths these hooks never had.
+    """A mix-in for backends that implement the two older graph hooks; list it *before* ``AttentionBackend``. It does
+    not support graphs of extend, whose lengths these hooks never had.
 
     Implement ``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph`` as servers up
-    to mid-2026 called them (both outside the graph, nothing inside), and ``init_forward_metadata`` for eager steps.
+    to mid-2026 called them (both outside the graph, and nothing inside it), and ``init_forward_metadata`` for eager
+    steps.
     """
 
     def init_forward_metadata_capture_cuda_graph(
@@ -275,13 +276,13 @@ class LegacyGraphHooks:
     ) -> None:
         """Prepare a replay. Tensors may be longer than ``bs``: slice them.
 
-        Dtypes are those of a capture; ``seq_lens_cpu`` is int64 on the host. It is None, like ``seq_lens_sum``, if the
-        backend declares that it needs no CPU lengths.
+        Dtypes are the same as at a capture; ``seq_lens_cpu`` is int64 on the host. It is None, like ``seq_lens_sum``,
+        if the backend declares that it needs no CPU lengths.
         """
         raise NotImplementedError("a backend with LegacyGraphHooks implements init_forward_metadata_replay_cuda_graph")
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Translate the call into the older pair."""
+        """Translate the call into one of the older two hooks."""
         if in_capture:
             self.init_forward_metadata_capture_cuda_graph(
                 batch.batch_size, batch.input_ids.shape[0], batch.req_pool_indices, batch.seq_lens, None,

@@ -230,11 +230,12 @@ class ForwardBatch:
     extend_start_loc: torch.Tensor | None = None
     """[bs] int32: exclusive cumsum of ``extend_seq_lens``."""
     extend_seq_lens_cpu: list[int] | None = None
-    """Host copy of ``extend_seq_lens``. Extend always has it: the scheduler cut the chunks, and knows them without a
-    wait. So has an eager draft-extend v2: ``[N] * bs``. v1: None when the backend does not need CPU lengths."""
+    """Host copy of ``extend_seq_lens``. Extend always has it: the scheduler cut the chunks, so no device wait is
+    needed. An eager draft-extend v2 has it too: ``[N] * bs``. In v1 it is None when the backend does not need CPU
+    lengths."""
     extend_prefix_lens_cpu: list[int] | None = None
-    """Host copy of ``extend_prefix_lens``. Extend always gives it; draft-extends: None when the backend does not need
-    CPU lengths."""
+    """Host copy of ``extend_prefix_lens``. It is always set in extend. In draft-extends it is None when the backend
+    does not need CPU lengths."""
     query_start_loc: torch.Tensor | None = None
     """[bs + 1] int32: first row of each request, and the end of the last one's; padded requests have no rows. In a
     draft-decode these are the rows of each forward. None, and absent from a replay's view, if padded requests have rows
@@ -253,7 +254,7 @@ class ForwardBatch:
     if no layer has spans (``Capabilities.spans``)."""
     mm_prefix_range_tensor: torch.Tensor | None = None
     """[bs, R, 2] int32: ``mm_prefix_range`` on the device, followed by (0, 0) where a request has fewer than R. In
-    eager R is the largest number of the batch, and None stands for a batch without any. In a graph R is
+    eager mode R is the largest number in the batch, and a batch without spans has None. In a graph R is
     ``BackendContext.max_spans``; it is captured without any span."""
     qq_bias: torch.Tensor | None = None
     """[T, W] float32, if ``BackendContext.qq_bias`` asks for it; else None, and absent from a replay's view. Column c
@@ -262,9 +263,9 @@ class ForwardBatch:
     (later rows, other branches of a tree) has -inf there. All numbers are exact in bf16. W is N in target-verify, and
     ``BackendContext.max_extend_tokens`` in extend.
 
-    ``stride(0)`` is more than W, and memory between the rows holds NaN. Columns past the rows of a request, and
-    padded rows, hold any finite numbers. In graphs the server changes the numbers between replays, and the address
-    stays that of the capture, when they are 0."""
+    ``stride(0)`` is more than W, and memory between the rows holds NaN. Columns past the rows of a request, and padded
+    rows, hold any finite numbers. In graphs the server changes the values between replays; the address stays the same,
+    and at capture the values are 0."""
     encoder_lens: torch.Tensor | None = None
     """[bs] int64: keys of the encoder of each request, which cross-attention layers see; ``seq_lens`` does not count
     them. They are 0 for a request without an encoder input, which is eager only; its row may hold any finite numbers,
@@ -274,8 +275,9 @@ class ForwardBatch:
     """Host copy of ``encoder_lens``; None when the backend does not need CPU lengths."""
     encoder_out_cache_loc: torch.Tensor | None = None
     """[E] int64: slots of the encoder tokens that this step stores, request by request, in the pool of the
-    cross-attention layers: those of requests whose first rows these are. None if there are none, and in decode."""
+    cross-attention layers. Only requests whose first rows are in this step have any. None if no request has, and in
+    decode."""
     state: StateInput | None = None
     """States of the requests, for layers that keep one; None, and absent from a replay's view, if no layer does."""
     extras: dict[str, object] = field(default_factory=dict)
-    """Free space for a backend that wants to keep something with the batch; the kit never reads it."""
+    """A field in which a backend may keep its own data with the batch; the kit never reads it."""

@@ -50,7 +50,8 @@ class Unsupported(Exception):
 
 
 GUESSED = ("families", "gqa_ratios", "head_dims", "dtypes", "page_sizes", "max_context_len")
-"""Capabilities whose defaults are guesses: a backend that takes more and does not write it is tried in less."""
+"""Capabilities whose defaults are guesses: a backend that supports more, but does not declare it, is tested with
+less."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ class Capabilities(Declared):
     """MLA: widths of the rope part of a key."""
     wider_keys: Set[int] = frozenset()
     """Numbers of columns by which queries and keys may be wider than values, outside MLA: ``{64}`` for keys of 192 next
-    to values of 128 (MiMo-V2, DeepSeek's models as MHA). ``head_dims`` are the widths of values. K and V then lie in
-    memory of their own, in the KV layouts ``nhd`` and ``custom``."""
+    to values of 128 (MiMo-V2, DeepSeek's models as MHA). ``head_dims`` are the widths of values. K and V are then
+    allocated separately, in the KV layouts ``nhd`` and ``custom``."""
     heads_by_layer: bool = False
     """True: layers of one model may differ in head counts and head dims, as windowed and full layers do, and the layers
     of a draft model. ``families``, ``gqa_ratios`` and ``head_dims`` declare the shape of each layer;
-    ``BackendContext.head_shapes`` lists the shapes of an instance. All layers of an MLA model have one shape, and so
-    have the layers of a case with KV splits."""
+    ``BackendContext.head_shapes`` lists the shapes of an instance. All layers of an MLA model have the same shape, and
+    so do the layers of a case with KV splits."""
 
     # Numbers. How the kernel rounds. The oracle and the limits follow these values.
     dtypes: Set[str] = frozenset({"fp16", "bf16"})
@@ -121,15 +122,15 @@ class Capabilities(Declared):
     ``tf32``: 10 bits of mantissa, as tensor cores do by default (``tl.dot`` without ``input_precision``). The limits
     follow from it."""
     new_rows_as_given: Set[ForwardMode] = frozenset()
-    """Modes in which a forward attends to its own k and v in the model's dtype, before they are rounded to FP8, with an
-    FP8 pool, as prefill kernels do that read k and v directly. In other modes it attends to them as the pool stores
-    them. Tokens that earlier forwards stored (earlier chunks, the same draft) are always used as the pool holds them,
-    and so is everything if ``save_kv_cache`` is False. The oracle does the same."""
+    """Modes in which, with an FP8 pool, a forward attends to its own k and v in the model's dtype, before they are
+    rounded to FP8. Prefill kernels that read k and v directly do so. In other modes it attends to them as the pool
+    stores them. Tokens that earlier forwards stored (earlier chunks, the same draft) are always used as the pool holds
+    them, and so is everything if ``save_kv_cache`` is False. The oracle does the same."""
 
     # Pool. The paged KV memory.
     kv_dtypes: Set[str] = frozenset({"same"})
     """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or rows of a format of
-    ``contract/row_format.py``. Their scales lie in the row or apart: ``fp8_ds_mla`` for MLA in bf16;
+    ``contract/row_format.py``. Their scales are stored in the row or separately: ``fp8_ds_mla`` for MLA in bf16;
     ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16`` and ``int4_group8``
     for K and V."""
     page_sizes: Set[int] = frozenset({16})
@@ -165,8 +166,8 @@ class Capabilities(Declared):
     are then equal: row j of any request has the numbers of row j of the first. Drafts with a bias are chains. False:
     each request may have its own."""
     sparse: Sparse | None = None
-    """Selections of keys that the backend supports (DSA). A backend that declares one always gets one. Without it a row
-    attends to all keys that it may see."""
+    """Selections of keys that the backend supports (DSA). A backend that declares it always gets a selection. Without
+    the declaration a row attends to all keys that it may see."""
     state: State | None = None
     """Recurrent states that the backend supports (``StateBackend``). None: layers attend to keys."""
     non_causal: Set[ForwardMode] = frozenset()
@@ -181,8 +182,8 @@ class Capabilities(Declared):
     max_q_rows: int = 1
     """Most query rows of one request: N in target-verify and draft-extend-v2, S + 1 in draft-extend."""
     max_extend_tokens: int = 1 << 20
-    """Most new tokens of one request in extend. The default means any number. A decode kernel that takes a few rows
-    declares how many."""
+    """Most new tokens of one request in extend. The default means any number. A decode kernel that supports only a few
+    rows declares how many."""
     max_topk: int = 0
     """Widest branching of a draft tree. 0: no target-verify. 1: chains only. K: trees whose nodes have up to K
     children."""
@@ -192,33 +193,33 @@ class Capabilities(Declared):
     max_context_len: int = 1 << 20
     """Most tokens of one request, prefix and new tokens together. The default means any number."""
     kernel_changes_at: Set[int] = frozenset()
-    """Batch sizes from which on another kernel runs, such as ``{8}`` for a kernel of up to 7 requests and another for
-    more. The kit tries a batch of each size, and one with a request less."""
+    """Batch sizes from which a different kernel runs, such as ``{8}`` for a kernel of up to 7 requests and another for
+    more. The kit tries a batch of each size, and a batch with one request fewer."""
     kernel_changes_at_keys: Set[int] = frozenset()
-    """Sums of the keys of all requests of a batch, this step's included, from which on another kernel runs. The kit
-    tries a batch of each sum, and one with a key less."""
+    """Sums of the keys of all requests of a batch, this step's included, from which a different kernel runs. The kit
+    tries a batch of each sum, and a batch with one key fewer."""
 
     # Conventions of servers. Differences between servers.
     server: ServerConventions = field(default_factory=ServerConventions)
-    """Conventions of servers that the backend supports. ``SGLANG`` and ``VLLM``, or ``"sglang"`` and ``"vllm"``, are
-    what one server does; the default is what all of them do."""
+    """Conventions of servers that the backend supports. ``SGLANG`` and ``VLLM``, or ``"sglang"`` and ``"vllm"``,
+    describe one server; the default describes what all servers do."""
 
     # Promises. The kit adds a check for each.
     deterministic: bool = False
     """True: the same batch gives the same bits each time (``repeatable``). With an indexer, each row also selects the
     same keys each time, those of equal scores included; their order in a row of ``select`` may differ as far as
-    ``forward`` gives the same bits. A backend whose top-k breaks ties in the order of arrival leaves it out, which is
-    the default of FlashInfer's (``deterministic``, ``tie_break``), SGLang's and vLLM's top-k."""
+    ``forward`` gives the same bits. A backend whose top-k breaks ties in the order of arrival must not declare it. The
+    top-k of FlashInfer (``deterministic``, ``tie_break``), SGLang and vLLM do so by default."""
     batch_invariant: bool = False
     """True: a request gives the same bits, and selects the same keys, whatever else is in the batch
     (``batch-invariant``)."""
     mode_invariant: bool = False
     """True: a row of decode or of a verified chain gives the same bits as a row of extend with the same keys
-    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded. It holds
+    (``mode-invariant``), as reinforcement learning needs it, where a prefill scores tokens that were decoded. It holds
     in eager mode and in replays, in each bucket and with padded requests. The kit compares with an eager extend."""
     lse: LogSumExp | None = None
-    """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it does. None: it
-    returns none."""
+    """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it is called. None: it
+    returns no log-sum-exp."""
 
     # Requirements. A backend that requires less can do more.
     needs_cpu_seq_lens: bool = True
@@ -230,7 +231,7 @@ class Capabilities(Declared):
     requires: Requires = field(default_factory=Requires)
     """Hardware and packages that the real kernels need."""
     mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)
-    """Further requirements of single modes, if their kernels exist for fewer devices."""
+    """Additional requirements of single modes whose kernels exist for fewer devices."""
 
     def __post_init__(self) -> None:
         # A default is one object, which a value that somebody writes is not, even if it equals the default.
@@ -301,8 +302,8 @@ class Capabilities(Declared):
             ]
             if others:
                 raise ValueError(
-                    f"Capabilities.kv_dtypes has {form.name}, of which there are no rows for {others[0]}: they are of "
-                    f"{form.needs}. Declare only these, or write a class for each"
+                    f"Capabilities.kv_dtypes contains {form.name}, which has no row format for {others[0]}: its rows "
+                    f"hold {form.needs}. Declare only these, or write a class for each"
                 )
 
     def _selects_in_forward(self) -> bool:
@@ -312,13 +313,13 @@ class Capabilities(Declared):
         parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
             "windows": bool(self.windows.modes), "spans": bool(self.spans.modes),
-            "non_causal": bool(self.non_causal), "KV splits but whole": parts,
+            "non_causal": bool(self.non_causal), "KV splits other than whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
             "cross_attention": bool(self.cross_attention.modes),
             "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
-            raise ValueError(f"Capabilities declare sparse and {name}, which no case has together; leave {name} out")
+            raise ValueError(f"Capabilities declare sparse and {name}, but no case combines them; leave {name} out")
         if self.sparse is not None and self.sparse.fewer_rows and not self.server.takes_more_rows:
             raise ValueError(
                 "Capabilities declare sparse.fewer_rows without server.takes_more_rows, and only padded q has more "
@@ -349,7 +350,7 @@ class Capabilities(Declared):
             )
         if self.state.trees and "commit" not in self.state.rollback:
             raise ValueError(
-                "State.trees goes with rollback 'commit': with a slot for each node a draft is a chain; leave trees out"
+                "State.trees needs rollback 'commit': with a slot for each node a draft is a chain; leave trees out"
             )
 
     def _check_requirements(self) -> None:
@@ -366,7 +367,8 @@ class Capabilities(Declared):
         self._set("mode_requires", {mode_named("mode_requires", m): each for m, each in self.mode_requires.items()})
 
     def refused(self, context: BackendContext) -> Iterator[Refusal]:
-        """All that a context exceeds, each with its value. A record refuses for itself."""
+        """Everything in a context that is not declared, each with its value. Each record names what it does not declare
+        itself."""
         yield from self._refused_heads(context)
         yield from self._refused_numbers(context)
         yield from self._refused_bounds(context)
@@ -393,7 +395,7 @@ class Capabilities(Declared):
         ropes = (layer.head_dim - layer.kv_lora_rank for layer in latent)
         yield from first_outside("MLA rope dim", ropes, self.mla_rope_dims)
         wider = (layer.head_dim - layer.v_head_dim for layer in apart)
-        yield from first_outside("columns of keys behind those of values,", wider, self.wider_keys | {0})
+        yield from first_outside("columns by which keys are wider than values,", wider, self.wider_keys | {0})
         yield from first_outside("GQA ratio", grouped, self.gqa_ratios)
         if shapes > 1 and not self.heads_by_layer:
             yield "number of head shapes", shapes
@@ -456,6 +458,7 @@ _RECORDS: Mapping[str, type[Windows | Spans | ServerConventions | CrossAttention
 
 
 def unwritten(declared: Capabilities) -> frozenset[str]:
-    """The names in ``GUESSED`` that the author did not write. A value that equals the default is written, too."""
+    """The names in ``GUESSED`` that the author left out. A value that is written and equals the default is not left
+    out."""
     found: frozenset[str] = vars(declared)["_unwritten"]
     return found

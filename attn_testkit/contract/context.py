@@ -88,8 +88,8 @@ class BackendContext:
     without the capability ``kv_groups``, and with ``kv_splits``."""
 
     qq_bias: str = "none"
-    """``own`` or ``shared``: each batch has ``ForwardBatch.qq_bias``, of each request or the same for all. ``none``: no
-    batch has one."""
+    """``own`` or ``shared``: each batch has ``ForwardBatch.qq_bias``, with a bias per request or one for all requests.
+    ``none``: no batch has one."""
     state: StateContext | None = None
     """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
 
@@ -132,5 +132,5 @@ class BackendContext:
 
 
 def counted(windows: Iterable[int]) -> str:
-    """Windows of layers in messages."""
+    """Text for the windows of layers in messages."""
     return " and ".join(map(str, sorted(windows)))

@@ -1,4 +1,4 @@
-"""Cross-attention layers of encoder-decoder models, and where the keys of the encoder lie."""
+"""Cross-attention layers of encoder-decoder models, and where the keys of the encoder are stored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
 
 @dataclass(frozen=True)
 class CrossAttention(Declared):
-    """Cross-attention layers that a backend takes: ``CrossAttention(modes={"decode", "extend"})``.
+    """Cross-attention layers that a backend supports: ``CrossAttention(modes={"decode", "extend"})``.
 
-    A row of such a layer (``AttentionLayer.is_cross_attention``) sees all ``ForwardBatch.encoder_lens`` keys that the
-    encoder gave its request, and no other. The other layers see the keys of the decoder, which ``seq_lens`` counts.
+    A row of such a layer (``AttentionLayer.is_cross_attention``) sees all ``ForwardBatch.encoder_lens`` keys of its
+    request's encoder, and no other key. The other layers see the keys of the decoder, which ``seq_lens`` counts.
 
     The keys are stored once, in the extend that begins the request. There a cross-attention layer gets the ``k`` and
     ``v`` of all encoder tokens of the step, [E, Hk, D], and ``ForwardBatch.encoder_out_cache_loc`` has their slots. In
@@ -33,10 +33,10 @@ class CrossAttention(Declared):
     modes: Set[ForwardMode] = frozenset()
     """Modes, of decode and extend, in which layers may be cross-attention layers. By default in none."""
     encoder_slots: Set[str] = frozenset({"first"})
-    """Places of the encoder's keys. ``first`` (SGLang): in the pool of all layers. The request table has their slots in
-    the first ``encoder_lens`` columns, which are whole pages, and the decoder's keys follow them. ``own_group``
-    (vLLM): cross-attention layers are a second KV group, which has a pool and a request table. Both tables begin with
-    column 0. It has no effect without ``Capabilities.kv_groups``."""
+    """Location of the encoder's keys. ``first`` (SGLang): in the pool of all layers. The request table has their
+    slots in the first ``encoder_lens`` columns, which are whole pages, and the decoder's keys follow them.
+    ``own_group`` (vLLM): cross-attention layers are a second KV group, which has a pool and a request table. Both
+    tables begin with column 0. It has no effect without ``Capabilities.kv_groups``."""
 
     def __post_init__(self) -> None:
         self._check_modes("modes")
@@ -46,7 +46,7 @@ class CrossAttention(Declared):
             raise ValueError(f"CrossAttention.modes may hold only decode and extend, got {', '.join(others)}")
 
     def refused(self, context: BackendContext) -> Iterator[Refusal]:
-        """Cross-attention layers of a context, and places of the encoder's keys, that are not declared."""
+        """Cross-attention layers of a context, and encoder slots, that are not declared."""
         if not any(layer.is_cross_attention for layer in context.layers):
             return
         yield from modes_outside("cross-attention layers in", context, self.modes)

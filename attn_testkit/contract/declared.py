@@ -13,12 +13,12 @@ __all__ = ["Declared", "is_whole", "mode_named", "spelled"]
 
 
 class Declared:
-    """A frozen dataclass of declared values. A wrong spelling is answered with the right one (``ValueError``)."""
+    """A frozen dataclass of declared values. A misspelt name raises ``ValueError`` with the right one."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Answer a misspelt field, of a record in it too."""
+        """Refuse a misspelt field, also in a record within this one."""
         for name in (name for name in given if name not in cls.__dataclass_fields__):
             spelled("capability", name, tuple(cls._names()))
         return super().__new__(cls)
@@ -42,7 +42,7 @@ class Declared:
         return type(self)(**values)
 
     def made_of(self, given: object) -> Self:
-        """``given`` where it is such a record, or this one with the changes of a dict."""
+        """Return ``given`` if it is such a record; for a dict, a copy of this record with its changes."""
         if isinstance(given, Mapping):
             return self.with_changes(**given)
         if isinstance(given, type(self)):
@@ -73,7 +73,7 @@ class Declared:
             raise ValueError(f"{type(self).__name__}.{name} must be a whole number from {least} on, got {number!r}")
 
     def _check_flags(self) -> None:
-        """Fields whose default is True or False are one of the two."""
+        """Check that fields whose default is True or False are one of the two."""
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(f.default, bool) and not isinstance(value, bool):
@@ -86,7 +86,7 @@ def is_whole(value: object) -> bool:
 
 
 def mode_named(name: str, value: object) -> ForwardMode:
-    """The mode that ``value`` spells, in the field ``name``."""
+    """Return the mode that ``value`` names, for the field ``name``."""
     return ForwardMode(spelled(name, getattr(value, "value", value), tuple(mode.value for mode in ForwardMode)))
 
 

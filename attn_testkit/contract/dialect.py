@@ -1,4 +1,4 @@
-"""Conventions in which servers differ, of which an instance has one each."""
+"""Conventions in which servers differ; an instance has one value of each."""
 
 from __future__ import annotations
 

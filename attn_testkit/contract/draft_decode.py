@@ -13,12 +13,13 @@ __all__ = ["DraftDecodeInput"]
 class DraftDecodeInput:
     """``spec_info`` of draft-decode: K branches per request, S draft tokens per branch, S - 1 forwards of the model.
 
-    The draft-extend before it gave the first token of each branch. Its last token is not fed back. Forward i has bs * K
-    rows: row ``b * K + j`` is branch j of request b, at position ``seq_lens[b] + i``. It sees the request's
+    The draft-extend before it gave the first token of each branch. The last token of a branch is not fed back. Forward
+    i has bs * K rows: row ``b * K + j`` is branch j of request b, at position ``seq_lens[b] + i``. It sees the
+    request's
     ``seq_lens[b]`` keys and its branch's tokens 0 .. i, itself the last of them: ``seq_lens[b] + i + 1`` keys.
 
     A branch is a row number, and its tokens are those in its slots. If a server's top-k selection lets branch 0
-    continue branch 1, it moves hidden states and leaves the KV where it is.
+    continue branch 1, the server moves hidden states and leaves the KV in place.
 
     **The request table.** Branch 0 continues the prefix. With ``last = seq_lens % page_size``, each branch has a
     region of ``last + S`` columns, rounded up to pages: branch 0's begins at ``seq_lens - last``, and branch j's j

@@ -1,7 +1,7 @@
 """Head layouts: how many KV heads a layer has for its query heads, what a row holds, and what follows from that.
 
-``HEAD_LAYOUTS`` is the only place that knows one layout from another. Everything else asks it for the property that
-matters there. A layout also names its family, which is what a layer computes (``attn_testkit/families``).
+``HEAD_LAYOUTS`` is the only place that knows one layout from another. All other code asks a layout for the property
+that it needs. A layout also names its family, which is what a layer computes (``attn_testkit/families``).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class HeadLayout:
     family: str = "softmax"
     """Family, which says what a layer computes: a name of ``attn_testkit.families.table``."""
     values_in_keys: bool = False
-    """The value of a token is the first part of its key. A slot of the KV pool holds one row, which all heads share, a
-    layer has a ``kv_lora_rank``, and the part of a key after the value is its rope part."""
+    """The value of a token is the first part of its key; the rest of the key is its rope part. A slot of the KV pool
+    holds one row for all heads, and a layer has a ``kv_lora_rank``."""
     usual_scaling: bool = True
-    """Layers may have the scaling 1/sqrt(head_dim). False: models of this layout have their own scaling."""
+    """Layers may use the scaling 1/sqrt(head_dim). False: models of this layout use other scalings."""
     by_layer: bool = True
     """Layers of one model may differ in their heads (``Capabilities.heads_by_layer``)."""
     wide_rows: bool = False
@@ -50,16 +50,16 @@ class HeadLayout:
 
     @property
     def is_grouped(self) -> bool:
-        """Several query heads share a KV head, and which one is theirs can be wrong."""
+        """Several query heads share a KV head, so a backend can use the wrong one."""
         return self.kv_heads in ("some", "a divisor")
 
     def has(self, q_heads: int, kv_heads: int) -> bool:
-        """True if heads of these numbers have this layout."""
+        """True if these numbers of heads belong to this layout."""
         # With one query head it is all the same; of layouts that differ in it that one counts as "as many".
         return _HAS[self.kv_heads](q_heads, kv_heads) or (self.values_in_keys and q_heads == kv_heads == 1)
 
     def kv_heads_of(self, q_heads: int) -> int:
-        """KV heads for so many query heads, where the layout decides it."""
+        """Number of KV heads for this number of query heads, if the layout determines it."""
         return q_heads if self.kv_heads == "as many" else 1
 
 
@@ -83,16 +83,16 @@ HEAD_LAYOUTS = {
 
 
 def register_head_layout(layout: HeadLayout) -> None:
-    """Add a layout. Raises ``ValueError`` for a name that another one has, or that no case id can hold."""
+    """Add a layout. Raises ``ValueError`` for a name that exists already, or that a case id cannot contain."""
     if HEAD_LAYOUTS.get(layout.name, layout) != layout:
-        raise ValueError(f"there is another head layout {layout.name!r}; give it another name")
+        raise ValueError(f"a head layout named {layout.name!r} exists already; choose another name")
     if not (layout.name.isalpha() and layout.name.islower() and layout.name.isascii()):
-        raise ValueError(f"head layout {layout.name!r}: case ids hold names of lower-case letters")
+        raise ValueError(f"head layout {layout.name!r}: names in case ids consist of lower-case letters")
     HEAD_LAYOUTS[layout.name] = layout
 
 
 def head_layout_of(family: str, q_heads: int, kv_heads: int, *, values_in_keys: bool = False) -> HeadLayout:
-    """The layout of a family that heads of these numbers have. Raises ``LookupError`` where none has."""
+    """Return the layout of a family for these numbers of heads. Raises ``LookupError`` if there is none."""
     for layout in HEAD_LAYOUTS.values():
         if layout.family == family and layout.values_in_keys == values_in_keys and layout.has(q_heads, kv_heads):
             return layout

@@ -19,7 +19,7 @@ _KEY_BYTES = INDEX_PAGE * INDEX_WIDTH
 _PAGE_BYTES = _KEY_BYTES + INDEX_PAGE * _SCALE_BYTES
 _LARGEST = 448.0
 _LEAST_AMAX = 1e-4
-"""A key of smaller numbers has the scale of this one."""
+"""Smallest magnitude that determines a scale; keys with smaller values use the scale of this one."""
 
 
 def index_scales(rows: torch.Tensor, scale: str) -> torch.Tensor:

@@ -32,7 +32,7 @@ class KernelBackend(AttentionBackend):
     A subclass with its own cache writer overrides ``write_kv``. If the kernel stores the rows while it attends them,
     the override does nothing, and the kernel reads ``k``, ``v`` and ``out_cache_loc`` from its plan.
 
-    Names of the class's own state begin with ``_kit_``; all others are free for subclasses.
+    Attributes of this class begin with ``_kit_``; subclasses may use all other names.
     """
 
     @abstractmethod
@@ -41,18 +41,18 @@ class KernelBackend(AttentionBackend):
 
         ``q`` [T, Hq, D]; ``kv`` K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv]. Returns [T, Hq, Dv].
         ``q`` may be a strided view of a packed tensor, and so may ``kv`` if other KV layouts than ``nhd`` are declared;
-        ``context.kv_pool.get_layer_buffer`` has both in their layout. May run under capture: device work only.
+        ``context.kv_pool.get_layer_buffer`` returns both in their layout. May run under capture: device work only.
         """
 
     def run_return_lse(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend like ``run`` over the keys of ``plan.part``. Returns the log-sum-exp, too: [T, Hq] or [Hq, T], as
+        """Attend like ``run`` over the keys of ``plan.part``. Also returns the log-sum-exp, [T, Hq] or [Hq, T], as
         ``capabilities.lse`` declares.
 
         ``plan.part_lens`` and ``plan.part_slots`` list the keys. ``AttentionBackend.forward_return_lse`` has the rules.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares lse and has no run_return_lse")
+        raise NotImplementedError(f"{type(self).__name__} declares lse but does not define run_return_lse")
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -149,7 +149,7 @@ class KernelBackend(AttentionBackend):
         return self.run_return_lse(q, _pages(self.context, layer), plan)
 
     def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
-        """Call ``write_index``, not for a batch without requests."""
+        """Call ``write_index``, except for a batch without requests."""
         if batch.batch_size:
             self.write_index(k_index, _plan_of(self, layer, batch))
 
@@ -171,7 +171,7 @@ class KernelBackend(AttentionBackend):
 
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """Select keys as ``AttentionBackend.select`` does: [T, topk] int32. May run under capture: device work only."""
-        raise NotImplementedError(f"{type(self).__name__} declares an indexer and has no run_select")
+        raise NotImplementedError(f"{type(self).__name__} declares an indexer but does not define run_select")
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.
@@ -193,7 +193,7 @@ def _branches(context: BackendContext, batch: ForwardBatch, table: torch.Tensor)
 
 
 def _rows(context: BackendContext, batch: ForwardBatch) -> tuple[int, torch.Tensor | None]:
-    """Most query rows of a request, and the number of each, [bs]; None if all have that many."""
+    """Return the most query rows of a request, and the number of rows per request, [bs]; None if all are equal."""
     bs, mode = batch.batch_size, batch.forward_mode
     if mode is ForwardMode.EXTEND:
         assert batch.extend_seq_lens is not None

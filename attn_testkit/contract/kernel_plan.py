@@ -1,4 +1,4 @@
-"""Metadata that a kernel needs for one step. Tables that only some kernels read are made when first read."""
+"""Metadata that a kernel needs for one step. Tables that only some kernels need are built when they are first read."""
 
 from __future__ import annotations
 
@@ -107,16 +107,16 @@ class KernelPlan:
     k: torch.Tensor | None = None
     """[T, Hk, D]: keys of this step's rows, in the model's dtype. None if ``save_kv_cache`` is False."""
     v: torch.Tensor | None = None
-    """[T, Hk, Dv]: values of this step's rows, likewise."""
+    """[T, Hk, Dv]: values of this step's rows."""
     out: torch.Tensor | None = None
-    """[T, Hq, Dv], contiguous: buffer for the output, if the caller gave one. Another returned tensor is copied into
-    it."""
+    """[T, Hq, Dv], contiguous: buffer for the output, if the caller gave one. If ``run`` returns a different tensor,
+    the kit copies it into this buffer."""
     selected: torch.Tensor | None = None
     """[T, topk] int32: keys of each row, as ``Capabilities.sparse`` says; -1 means no key. None if a row attends
     to all keys that it may see."""
     part: KVSplit = _WHOLE
-    """KV split that ``run_return_lse`` attends. Only ``part_...`` describe its keys; all other members describe all
-    keys."""
+    """KV split that ``run_return_lse`` attends to. Only the members ``part_...`` describe its keys; all others describe
+    all keys."""
 
     @property
     def kv_lens(self) -> torch.Tensor:

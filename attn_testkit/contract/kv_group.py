@@ -1,4 +1,4 @@
-"""KV groups: layers that share KV memory, in a model whose layers do not all share it."""
+"""KV groups: sets of layers that share KV memory, in models with several such sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KVGroup:
     """Layers with their own pool, request table and slots. Servers have separate groups for windowed and full layers.
 
     Request rows, lengths and offsets are those of the batch, for all groups. A group of windowed layers has freed the
-    pages that no row of the step sees: the request table still names them, and they hold finite numbers of any request.
+    pages that no row of the step sees: the request table still lists them, and they hold finite values of any request.
     Cross-attention layers may be a group, too (``CrossAttention``): its table has the encoder keys of each request, and
     ``ForwardBatch.encoder_lens`` their number.
     Such a page may have been reused as a later page of the same request; then the row has it twice (vLLM #30915).

@@ -1,8 +1,8 @@
-"""Layouts of K and V in the memory of a KV pool: those that have a name, and custom ones that a backend describes.
+"""Layouts of K and V in the memory of a KV pool: named layouts, and custom ones that a backend describes.
 
 In every layout K and V are found by slot, in a view of any number of dimensions. Its indices, in row-major order, count
-slots first, then heads, then the numbers of a row. ``[slots, H, D]`` is such a view, and so are ``[pages, page_size, H,
-D]`` of a pool with heads first, and ``[pages, page_size, H, D / 8, 8]`` of one that keeps keys in pieces of 8.
+slots first, then heads, then the elements of a row. ``[slots, H, D]`` is such a view, and so are ``[pages, page_size,
+H, D]`` of a pool with heads first, and ``[pages, page_size, H, D / 8, 8]`` of one that keeps keys in pieces of 8.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ORDERS: Mapping[str, tuple[str, ...]] = {
     "padded-pages": ("layer", "part", "page", "gap", "slot", "head", "dim"),
 }
 """Layout -> the order of its axes, the outermost first. ``part``: K or V. ``gap``: the axes inside it are followed by
-memory that does not belong to a slot, as much as a row of all heads."""
+unused memory, of the size of a row of all heads."""
 OWN = "custom"
-"""A custom layout, which the backend allocates: ``AttentionBackend.lay_out_kv_pool``."""
+"""Name of the custom layout, which the backend allocates: ``AttentionBackend.lay_out_kv_pool``."""
 KV_LAYOUTS = (*_ORDERS, OWN)
 
 
@@ -59,21 +59,21 @@ class KVPoolSpec:
         return self.pages * self.page_size
 
     def rows_of(self, layer: AttentionLayer) -> PackedRows | None:
-        """The packed rows of a layer; None if its rows are numbers."""
+        """The packed rows of a layer; None if its rows are plain numbers."""
         return self.row_format.of(layer) if self.row_format else None
 
     def row_width(self, layer: AttentionLayer) -> int:
-        """Elements of a row of one head, without scales that lie apart: of a key, or of what holds both."""
+        """Elements of a row of one head, without separate scales: of a key, or of a row that holds key and value."""
         rows = self.rows_of(layer)
         return rows.nbytes - rows.nbytes_apart if rows else layer.head_dim
 
     def width_apart(self, layer: AttentionLayer) -> int:
-        """Bytes of the scales of a row of one head that lie apart; 0 if none do."""
+        """Bytes of the separate scales of a row of one head; 0 if the scales are not separate."""
         rows = self.rows_of(layer)
         return rows.nbytes_apart if rows else 0
 
     def part_widths(self, layer: AttentionLayer) -> tuple[int, ...]:
-        """Elements of a row of one head in each part: K and V, or what holds both."""
+        """Elements of a row of one head in each part: K and V, or the row that holds both."""
         key = self.row_width(layer)
         if layer.head_layout.pool_rows == 1:
             return (key,)
@@ -88,16 +88,16 @@ class KVLayer:
     """A view of K that counts slots, heads and the numbers of a row (see the module), in the pool's dtype, any
     strides."""
     value: torch.Tensor | None = None
-    """A like view of V. None for MLA, whose values are the first columns of the keys."""
+    """The same view of V. None for MLA, whose values are the first columns of the keys."""
     buffer: torch.Tensor | None = None
-    """Memory of both in the shape that the kernel takes; ``KVPool.get_layer_buffer`` returns it."""
+    """Memory of both in the shape that the kernel expects; ``KVPool.get_layer_buffer`` returns it."""
     scales: tuple[torch.Tensor, ...] = ()
-    """Views of the scales of K and of V that count slots, heads and bytes of a row's scales, uint8, in memory of their
-    own. Empty if the rows have no scales that lie apart."""
+    """Views of the scales of K and of V that count slots, heads and bytes of a row's scales, uint8, in separate memory.
+    Empty if the rows have no separate scales."""
 
     @property
     def every(self) -> tuple[torch.Tensor, ...]:
-        """Each view: rows of K, their scales if they lie apart, then the same of V."""
+        """Each view: rows of K, their scales if these are separate, then the same of V."""
         if not self.scales:
             return self.parts
         return tuple(view for pair in zip(self.parts, self.scales, strict=True) for view in pair)
@@ -119,7 +119,7 @@ def lay_out(spec: KVPoolSpec, layout: str, make: Callable[..., torch.Tensor] | N
     make = make or (torch.zeros if spec.cleared else torch.empty)
     if any(len(set(spec.part_widths(layer))) > 1 for layer in spec.layers):
         if layout != "nhd":
-            raise ValueError(f"the KV layout {layout!r} has K and V of one width; keys wider than values take 'nhd'")
+            raise ValueError(f"the KV layout {layout!r} has K and V of one width; keys wider than values need 'nhd'")
         return _apart(spec, make)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
@@ -136,7 +136,7 @@ def lay_out(spec: KVPoolSpec, layout: str, make: Callable[..., torch.Tensor] | N
 
 
 def _apart(spec: KVPoolSpec, make: Callable[..., torch.Tensor]) -> tuple[KVLayer, ...]:
-    """Allocate K and V of each layer by themselves, as pools of servers do whose values have their own width."""
+    """Allocate K and V of each layer separately, as servers do whose values are narrower than keys."""
 
     def part(layer: AttentionLayer, width: int) -> torch.Tensor:
         shape = spec.pages, spec.page_size, layer.tp_k_head_num, width
@@ -183,7 +183,7 @@ def slot_dims(view: torch.Tensor, slots: int) -> int:
 
 
 def place_of(slots: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Indices of slots [n] int64 in dimensions of these sizes, which count slots. Device work only."""
+    """Indices of slots [n] int64 in the dimensions that count slots, which have these sizes. Device work only."""
     if len(sizes) == 1:
         return (slots,)
     inner = math.prod(sizes[1:])
@@ -201,12 +201,12 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
         raise ValueError(f"lay_out_kv_pool returned {len(layers)} KVLayers for {len(spec.layers)} layers")
     for layer, found in zip(spec.layers, layers, strict=True):
         if (found.value is None) != layer.head_layout.values_in_keys:
-            has = "has no values; give the view of them" if found.value is None else "is MLA: leave value out"
+            has = "has no values; give a view of them" if found.value is None else "is MLA: leave value out"
             raise ValueError(f"lay_out_kv_pool: layer {layer.layer_id} {has}")
         apart = spec.width_apart(layer)
         if len(found.scales) != (len(found.parts) if apart else 0):
             raise ValueError(
-                f"lay_out_kv_pool: layer {layer.layer_id} has {len(found.scales)} views of scales that lie apart; "
+                f"lay_out_kv_pool: layer {layer.layer_id} has {len(found.scales)} separate views of scales; "
                 + (f"give scales=(of K, of V), {apart} bytes per row" if apart else "its rows have none: leave it out")
             )
         views = list(zip(("keys", "values"), found.parts, spec.part_widths(layer), strict=False))
@@ -219,7 +219,7 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
         if int(between(memory, inside).sum()) + sum(view.numel() for view in inside) == memory.numel():
             continue
         raise ValueError(
-            "lay_out_kv_pool: two numbers of the pool lie at one address; every slot of every layer needs memory of "
+            "lay_out_kv_pool: two values of the pool share one address; every slot of every layer needs memory of "
             "its own for K and for V"
         )
     return tuple(layers)
@@ -246,14 +246,12 @@ def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.
     if view.untyped_storage().nbytes() % spec.dtype.itemsize:
         return f"lie in {view.untyped_storage().nbytes()} bytes, which are not a whole number of {spec.dtype}"
     if buffer is not None and buffer.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
-        return (
-            "do not lie in the layer's buffer: reshape, contiguous and indexing copy; take view, transpose and slices"
-        )
+        return "are not in the layer's buffer: reshape, contiguous and indexing copy; take view, transpose and slices"
     return ""
 
 
 def pieces_of(views: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Each piece of memory that the views lie in, flat, [n] of their dtype, with the views in it."""
+    """Each allocation that the views point into, flat, [n] of their dtype, with the views in it."""
     pieces: dict[int, list[torch.Tensor]] = {}
     for view in views:
         pieces.setdefault(view.untyped_storage().data_ptr(), []).append(view)

@@ -24,10 +24,10 @@ class _ById(dict[int, _Of]):
 
 
 class KVPool:
-    """K and V of every token slot, for every layer. Layers are asked for by their ids, which need not begin at 0.
+    """K and V of every token slot, for every layer. Layers are addressed by their ids, which need not begin at 0.
 
     ``size`` token slots follow page 0. Page 0 is reserved: padded rows write there, and no live request owns a slot of
-    it. A slot ``s`` lies in page ``s // page_size``; inside a page the slots are consecutive.
+    it. A slot ``s`` is in page ``s // page_size``; inside a page the slots are consecutive.
 
     MHA, GQA, MQA: K and V of a slot are [Hk, D] and [Hk, Dv] per layer. MLA: one row [1, kv_lora_rank + rope] per
     layer; the value is its first ``kv_lora_rank`` columns. ``layout`` is their order in memory:
@@ -46,11 +46,11 @@ class KVPool:
     ==================== ==================================================== ========================================
 
     (MLA: 1 instead of 2.) ``get_kv_pages`` works in all of them, for kernels that take strides. If layers differ in
-    their heads, Hk and D are the layer's own, and layers of one shape lie together.
+    their heads, Hk and D are the layer's own, and layers of one shape are adjacent.
 
     In a pool with a ``row_format`` a row is bytes: D and Dv are the bytes of a row, the dtype is uint8, and of MLA the
-    value buffer is the key buffer. ``rows_of`` has the planes of a row, and ``get_planes`` views of them. Scales that
-    lie apart do not count in D and Dv: they have memory of their own in the same order of axes.
+    value buffer is the key buffer. ``rows_of`` has the planes of a row, and ``get_planes`` views of them. Separate
+    scales do not count in D and Dv: they are stored in separate memory, in the same order of axes.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class KVPool:
 
     def _where_stored(self, layer_id: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         """Views of K and V that rows are stored through, each with the sizes of its dimensions that count slots; then
-        those of scales that lie apart."""
+        those of separate scales."""
         views = self._views(layer_id, self.num_slots) or self.memory[layer_id].parts
         return [
             (view, tuple(view.shape[: slot_dims(view, self.num_slots)]))
@@ -131,7 +131,7 @@ class KVPool:
         return self.spec.rows_of(layer)
 
     def get_planes(self, layer_id: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Planes of K and of V by name, [pages, page_size, Hk, numbers] each: views, wherever scales lie.
+        """Planes of K and of V by name, [pages, page_size, Hk, numbers] each: views, wherever the scales are stored.
 
         Two FP4 numbers are a byte, and a scale that is an exponent is one too; other planes have their dtype. Raises
         ``ValueError`` if rows are not packed ones of K and V, or no strides give such views of a custom layout.
@@ -145,8 +145,8 @@ class KVPool:
         return k, v
 
     def get_scale_pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """Bytes of the scales of K and of V that lie apart, [pages, page_size, Hk, bytes] uint8 each: views. Empty if
-        none do. Raises ``ValueError`` if no strides give such views of a custom layout."""
+        """Bytes of the separate scales of K and of V, [pages, page_size, Hk, bytes] uint8 each: views. Empty if there
+        are none. Raises ``ValueError`` if no strides give such views of a custom layout."""
         found = self.memory[layer_id].scales
         if not found:
             return ()
@@ -185,8 +185,7 @@ class KVPool:
 
     def get_kv_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv] of a layer, of any strides. Views, not copies.
-
-        Kernels of ``hnd`` use ``transpose(1, 2)`` of it. Raises ``ValueError`` if no strides give such a view of a
+        Kernels for ``hnd`` use their ``transpose(1, 2)``. Raises ``ValueError`` if no strides give such a view of a
         custom layout.
         """
         if layer_id not in self._by_page:
@@ -204,8 +203,8 @@ class KVPool:
     def _there(self, views: tuple[torch.Tensor, torch.Tensor] | None, shape: str) -> tuple[torch.Tensor, torch.Tensor]:
         if views is None:
             raise ValueError(
-                f"a KV pool of layout {self.layout!r} with {self.page_size}-slot pages has no view {shape}: take "
-                "get_kv_pages, or get_layer_buffer"
+                f"a KV pool of layout {self.layout!r} with {self.page_size}-slot pages has no view {shape}: use "
+                "get_kv_pages or get_layer_buffer"
             )
         return views
 

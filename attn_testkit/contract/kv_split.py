@@ -1,4 +1,4 @@
-"""A KV split: which keys of each request a call attends."""
+"""A KV split: the keys of each request that a call attends to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["KVSplit"]
 
 @dataclass(frozen=True)
 class KVSplit:
-    """A KV split: the keys of each request that a call attends. Keys of a request are numbered from 0; the step's own
-    come last.
+    """A KV split: the keys of each request that a call attends to. Keys of a request are numbered from 0; the step's
+    own come last.
 
     In target-verify the draft's nodes are keys ``prefix .. prefix + N - 1``. A row may see the same keys as without
-    splits: causality, tree and window go by positions, and a window may leave a split without keys.
+    splits: causality, tree and window follow positions, and a window may leave a split without keys.
     ``holds``, ``lens`` and ``key`` are device work whose shapes do not depend on lengths.
     """
 
     kind: Literal["whole", "prefix", "new", "rank"] = "whole"
-    """All keys; those before the step; the step's own; those of a rank."""
+    """All keys, keys before the step, the step's own keys, or the keys of a rank."""
     rank: int = 0
     """Number of the rank, 0 .. ranks - 1."""
     ranks: int = 1

@@ -14,7 +14,7 @@ __all__ = ["AttentionLayer", "HeadShape"]
 
 
 class HeadShape(NamedTuple):
-    """Numbers of heads of a layer on this rank, and their width: plans, strides and workspaces depend on them."""
+    """Numbers and width of a layer's heads on this rank; plans, strides and workspaces depend on them."""
 
     num_qo_heads: int
     """Query heads on this rank."""
@@ -55,7 +55,7 @@ class AttentionLayer(OfHeadLayout):
     """Soft cap: logits become cap * tanh(logits / cap), after scaling and before masking. 0: none."""
     k_scale: float = 1.0
     """The KV pool holds K / k_scale when its dtype is FP8, or rows of a format with a scale per layer; 1.0 otherwise.
-    With ``ServerConventions.takes_unused_scales`` it may be a checkpoint's where the pool holds K as given."""
+    With ``ServerConventions.takes_unused_scales`` it may come from a checkpoint although the pool holds K unscaled."""
     v_scale: float = 1.0
     """``k_scale`` of V."""
     k_head_scales: torch.Tensor | None = field(default=None, compare=False)
@@ -64,7 +64,7 @@ class AttentionLayer(OfHeadLayout):
     v_head_scales: torch.Tensor | None = field(default=None, compare=False)
     """``k_head_scales`` of V."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
-    """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
+    """[tp_q_head_num] float32 on the device: one more logit per head, which gets weight but adds no value."""
     alibi_slopes: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: the logit of a row at position p and a key at position j has ``slope *
     (j - p)`` added, after scaling and before masking. None: no ALiBi. Such a layer has no soft cap and no sinks, which
@@ -88,10 +88,10 @@ class AttentionLayer(OfHeadLayout):
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"
-    """Name of the family that the layer is of. Families other than ``softmax`` have their own head layouts."""
+    """Name of the layer's family. Families other than ``softmax`` have their own head layouts."""
 
     def to(self, device: torch.device) -> AttentionLayer:
-        """The layer with its tensors on a device; scales of heads, which change there, in memory of their own."""
+        """The layer with its tensors on a device. Scales of heads, which change there, are copied."""
         moved = {
             name: each.to(device, copy=name.endswith("head_scales"))
             for name in ("sinks", "alibi_slopes", "k_head_scales", "v_head_scales")
@@ -101,12 +101,12 @@ class AttentionLayer(OfHeadLayout):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Elements of what a row brings, if the parts are not q, k and v of ``head_shape``: see ``StateLayer``."""
+        """Numbers of elements of a row's inputs, if these are not q, k and v of ``head_shape``: see ``StateLayer``."""
         return ()
 
     @property
     def head_shape(self) -> HeadShape:
-        """Head counts and width, which layers that share a plan have in common."""
+        """Head counts and width, which are equal for layers that share a plan."""
         return HeadShape(self.tp_q_head_num, self.tp_k_head_num, self.head_dim)
 
     @property

@@ -1,8 +1,8 @@
 """The log-sum-exp of an output, and KV splits, whose results are merged by it.
 
-A server splits a request's keys if they do not lie in one place or are not attended by one kernel: a cached prefix and
-the new tokens (chunked prefix, cascade), or the keys of each of R ranks (decode context parallelism). Each split gives
-an output and its log-sum-exp. The weight of a split is the exponential of its log-sum-exp.
+A server splits a request's keys if they are not stored in one place or not attended to by one kernel: a cached prefix
+and the new tokens (chunked prefix, cascade), or the keys of each of R ranks (decode context parallelism). Each split
+gives an output and its log-sum-exp. The weight of a split is the exponential of its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LSE_BASES = ("e", "2")
 LSE_LAYOUTS = ("[T, H]", "[H, T]")
 LSE_DTYPES = ("fp32", "model")
 SPLIT_KINDS = ("whole", "prefix", "pages", "tokens")
-"""Fields of ``LogSumExp`` that hold the modes in which a request's keys are split in this way."""
+"""Fields of ``LogSumExp``; each holds the modes in which a request's keys are split in one way."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,20 @@ class LogSumExp:
     base: str
     """Base of the logarithm: ``e``, or ``2`` as in FlashInfer and TRT-LLM."""
     layout: str = "[T, H]"
-    """Layout: ``[T, H]`` is rows of q by query heads, ``[H, T]`` is that of FlashAttention."""
+    """Layout: ``[T, H]`` is rows of q by query heads, and ``[H, T]`` is FlashAttention's layout."""
     dtype: str = "fp32"
     """Dtype: ``fp32``, or ``model`` for the output's. The tolerance follows from it: bfloat16 near 8 is off by up to
     0.03, and so are results merged by it."""
     whole: Set[ForwardMode] = frozenset()
-    """Modes in which it is returned for all keys of a request."""
+    """Modes in which the log-sum-exp is returned for all keys of a request."""
     prefix: Set[ForwardMode] = frozenset()
-    """Modes in which the keys before the step and the step's own can be attended separately."""
+    """Modes in which the backend can attend separately to the keys before the step and to the keys of the step."""
     pages: Set[ForwardMode] = frozenset()
-    """Modes in which the keys of one of R ranks can be attended that has every R-th page of a request."""
+    """Modes in which the backend can attend to the keys of one of R ranks, if a rank holds every R-th page of a
+    request."""
     tokens: Set[ForwardMode] = frozenset()
-    """Modes in which the keys of one of R ranks can be attended that has every R-th token, for any page size."""
+    """Modes in which the backend can attend to the keys of one of R ranks, if a rank holds every R-th token, for any
+    page size."""
     merges: bool = False
     """True if the backend has a ``merge_state``."""
 

@@ -8,7 +8,7 @@ __all__ = ["Execution", "ForwardMode"]
 
 
 class ForwardMode(StrEnum):
-    """The forward modes of a server: decode, what speculative decoding adds (EAGLE-style), and prefill.
+    """The forward modes of a server: decode, the modes of speculative decoding (EAGLE-style), and prefill.
 
     ============================ ==================== ===================== ========================================
     mode                         tokens per request   ``seq_lens[i]``       keys that a query row sees
@@ -75,7 +75,7 @@ class ForwardMode(StrEnum):
         return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
     def is_ragged(self) -> bool:
-        """True if requests have different numbers of rows, packed without gaps; only each one's last row gives
+        """True if requests have different numbers of rows, packed without gaps; only the last row of each gives
         logits."""
         return self in (ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND)
 

@@ -12,7 +12,7 @@ from .modes import ForwardMode
 __all__ = ["Refusal", "first_outside", "kv_dtype_of", "modes_outside", "name_of_dtype"]
 
 Refusal = tuple[str, object]
-"""Name and value of something that a context has. Messages say that it is not declared."""
+"""Name and value of a property of a context that is not declared."""
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -27,7 +27,7 @@ def first_outside(what: str, values: Iterable[object], supported: Set[object]) -
 def modes_outside(
     what: str, context: BackendContext, supported: Set[ForwardMode], asked: object = True
 ) -> Iterator[Refusal]:
-    """Modes of a context that are not supported, if it ``asked`` for what they are needed for."""
+    """Modes of a context that are not supported, if ``asked`` is true."""
     if asked and not context.modes <= supported:
         yield what, ", ".join(sorted(context.modes - supported))
 

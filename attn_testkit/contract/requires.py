@@ -20,8 +20,8 @@ class Requires:
     packages: tuple[str, ...] = ()
     """Requirement strings such as ``"flashinfer-python>=0.7.2,<0.8"``."""
     compilers: tuple[str, ...] = ()
-    """Further packages that only a real device needs, as those that compile kernels at their first call. Emulated
-    kernels do without."""
+    """Further packages that only a real device needs, such as those that compile kernels at their first call. Emulated
+    kernels do not need them."""
     why: str = ""
     """Reason that the package gives for not running on other devices. Reports show it."""
 
@@ -49,7 +49,7 @@ class Requires:
 
 
 _LOWEST_SM = 20
-"""Smaller numbers are only a major version."""
+"""Lowest number that is a compute capability; smaller numbers are only a major version."""
 
 
 def _ranges(sm: Any) -> tuple[Any, ...]:

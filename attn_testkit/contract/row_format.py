@@ -1,7 +1,7 @@
 """Formats of a pool's rows that hold more than numbers of one dtype: numbers, their scales and unscaled parts.
 
-``ROW_FORMATS`` is their table. A format lists the planes of a row in the order of their bytes, and all else follows:
-the bytes of a row, views of its planes, how a row is packed and what it means.
+``ROW_FORMATS`` is their table. A format lists the planes of a row in the order of their bytes, and everything else
+follows from them: the bytes of a row, views of its planes, how a row is packed and what it means.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 """Dtype of a plane of signed integers of 4 bits, packed likewise."""
 HALVES = frozenset({FP4, INT4})
 POWER_OF_TWO = torch.float8_e8m0fnu
-"""Dtype of a plane of scales that are bytes of an exponent, 127 more than that of two."""
+"""Dtype of a plane of scales that are bytes: the exponent of a power of two, plus 127."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0, INT4: 7.0}
 """Largest number of a dtype that has scales."""
 _AS_BYTES = HALVES | {POWER_OF_TWO}
 _FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Middles between the sizes of e2m1 numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+"""Midpoints between the magnitudes of e2m1 numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
 _SMALLEST_E4M3 = 2.0**-9
 
 
@@ -61,7 +61,7 @@ def in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def codes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8: of 4 bits one for each number."""
+    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8. Numbers of 4 bits get one byte each."""
     if dtype == FP4:
         # No table: a tensor of constants would be a copy from the host.
         size = numbers.abs()
@@ -112,8 +112,8 @@ class Plane:
     tile: int = 1
     """1: numbers of the key. N: one scale for N numbers each. 0: one scale for all numbers of the row."""
     rule: str = "amax"
-    """Scale of a tile. ``amax``: its largest magnitude over the largest number of their dtype. ``power_of_two``: the
-    next power of two from there on."""
+    """Scale of a tile. ``amax``: its largest magnitude over the largest number of the dtype. ``power_of_two``: that
+    quotient, rounded up to a power of two."""
     smallest: float = torch.finfo(torch.float32).tiny
     """Smallest scale."""
     least: float = 2.0**-14
@@ -139,11 +139,11 @@ class RowFormat:
     planes: tuple[Plane, ...]
     """Planes in the order of their bytes, without gaps."""
     latent: bool
-    """True: rows that are key and value at once, as those of MLA."""
+    """True: a row is key and value at once, as in MLA."""
     dtypes: Set[str]
     """Dtypes of the model in which such rows exist."""
     apart: bool = False
-    """True: scales, the last planes, lie in memory of their own: ``KVPool.get_scale_pages``. False: in the row."""
+    """True: scales, the last planes, are stored separately: ``KVPool.get_scale_pages``. False: in the row."""
     layer_scale: str = "none"
     """Scale that a row is divided by before it is packed. ``tensor``: ``AttentionLayer.k_scale`` and ``v_scale``.
     ``head``: ``k_head_scales`` and ``v_head_scales``, which change in place between steps. ``none``: there is none."""
@@ -220,10 +220,10 @@ scales that are powers of two, and 2^-13 at least, as vLLM has them (vLLM #49435
 
 ``int8_per_token_head`` and ``fp8_per_token_head``: a float32 scale per token and KV head after the numbers of its row,
 as vLLM has them (``TritonAttentionBackend.customize_spec``, ``_reshape_cache_per_token_head``);
-``int8_per_token_head_apart``: the same scales in memory of their own. ``fp8_per_head``: e4m3 and no scale in the pool,
-as vLLM has them for checkpoints of ``strategy: attn_head`` (``use_per_head_quant_scales``). ``nvfp4``: e2m1 with an
-e4m3 scale for 16 numbers each, and a scale per layer; ``fp4_mx_block16``: with scales of a power of two. Both as SGLang
-has them (``NVFP4KVCacheMethod`` with ``needs_linear_scale_buffer``, ``FP4MXBlock16KVQuantizeUtil``). ``int4_group8``:
+``int8_per_token_head_apart``: the same scales in separate memory. ``fp8_per_head``: e4m3 and no scale in the pool, as
+vLLM has them for checkpoints of ``strategy: attn_head`` (``use_per_head_quant_scales``). ``nvfp4``: e2m1 with an e4m3
+scale for 16 numbers each, and a scale per layer; ``fp4_mx_block16``: with scales of a power of two. Both as SGLang has
+them (``NVFP4KVCacheMethod`` with ``needs_linear_scale_buffer``, ``FP4MXBlock16KVQuantizeUtil``). ``int4_group8``:
 integers of 4 bits with a scale in the model's dtype for 8 numbers each, as LightLLM has them
 (``PPLINT4KVMemoryManager``)."""
 
@@ -243,14 +243,14 @@ class PackedRows:
     """Numbers of a key."""
 
     def part(self, plane: Plane) -> slice:
-        """Numbers of a key that a plane is for."""
+        """Elements of a key that a plane stores."""
         return {"latent": slice(0, self.latent), "rope": slice(self.latent, self.width)}.get(
             plane.of, slice(0, self.width)
         )
 
     @cached_property
     def offsets(self) -> Mapping[str, tuple[int, int]]:
-        """Plane -> its first byte in a row, and the one behind its last, as if no plane lay apart."""
+        """Plane -> its first byte in a row, and the byte after its last, as if no plane were separate."""
         found, end = dict[str, tuple[int, int]](), 0
         for plane in self.format.planes:
             part = self.part(plane)
@@ -260,12 +260,12 @@ class PackedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row, with those of its scales that lie apart."""
+        """Bytes of a row, separate scales included."""
         return max(end for _, end in self.offsets.values())
 
     @property
     def nbytes_apart(self) -> int:
-        """Bytes of a row that lie in memory of their own: its last ones."""
+        """Bytes of a row that are stored separately: its last ones."""
         if not self.format.apart:
             return 0
         return sum(end - first for first, end in (self.offsets[plane.name] for plane in self.scale_planes))
@@ -287,7 +287,7 @@ class PackedRows:
         }
 
     def planes_of(self, rows: torch.Tensor, apart: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Views of the planes of ``rows`` whose scales may lie ``apart`` [..., bytes of scales] uint8."""
+        """Views of the planes of ``rows``; the scales may be in ``apart`` [..., bytes of scales] uint8."""
         if apart is None:
             return self.planes(rows)
         inside, found = rows.shape[-1], dict[str, torch.Tensor]()
@@ -298,7 +298,8 @@ class PackedRows:
         return found
 
     def divided(self, rows: torch.Tensor, scale: float, by_head: torch.Tensor | None) -> torch.Tensor:
-        """``rows`` [..., Hk, width] over the scale of their layer that the format has: ``scale``, or one per head."""
+        """``rows`` [..., Hk, width] divided by the scale of their layer: ``scale``, or one per head, as the format
+        says."""
         if self.format.layer_scale == "none":
             return rows
         if self.format.layer_scale == "tensor":

@@ -1,6 +1,6 @@
-"""Conventions in which servers differ: those that a backend takes, and those of its server.
+"""Conventions in which servers differ: those that a backend supports, and those of its server.
 
-``SGLANG`` and ``VLLM`` are what SGLang 0.5.23 and vLLM 0.33.0 do, to each of their backends.
+``SGLANG`` and ``VLLM`` describe how SGLang 0.5.23 and vLLM 0.33.0 treat their backends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ OUTPUT_LIFETIMES = ("model", "layer")
 
 @dataclass(frozen=True)
 class ServerConventions(Declared):
-    """The conventions of servers that a backend takes: ``Capabilities(server=ServerConventions(takes_out=True))``.
+    """The conventions of servers that a backend supports: ``Capabilities(server=ServerConventions(takes_out=True))``.
 
     Each further value of a set, and True, is a convention that the kit tries too. The defaults are what all servers do,
-    or what SGLang does if they differ; the last three fields are wide by default. ``SGLANG`` and ``VLLM`` are what one
-    server does, and ``VLLM.with_changes(takes_none_kv=True)`` is that and more.
+    or what SGLang does if they differ; the last three fields are wide by default. ``SGLANG`` and ``VLLM`` describe one
+    server each, and ``VLLM.with_changes(takes_none_kv=True)`` adds a convention.
     """
 
     padding_slots: Set[int] = frozenset({0})
     """KV slots that padded rows may have in a graph. 0: they are stored in page 0, which is reserved. -1: they are not
-    stored (vLLM). With both, replays alternate between the two. ``KVPool.set_kv_buffer`` does not take -1."""
+    stored (vLLM). With both, replays alternate between the two. ``KVPool.set_kv_buffer`` does not accept -1."""
     padded_requests: Set[str] = frozenset({"rows"})
     """Contents of padded requests of a graph. ``rows``: as many rows as at capture, and the fill value as ``seq_lens``.
     ``nothing``: neither rows nor keys (vLLM). If both are declared, ``BackendContext.dialect`` has the one of the
@@ -44,9 +44,9 @@ class ServerConventions(Declared):
     keys as well (vLLM). If both are declared, ``BackendContext.dialect`` has the one of the instance."""
     context_len: Set[str] = frozenset({"all"})
     """Keys that ``max_context_len`` may bound in steps of drafts. ``all``: those of the step too, so ``req_to_token``
-    has as many columns (vLLM). ``prefix``: keys before the step. New tokens of a request at the end of its context lie
-    past it, in further columns (SGLang: ``context_len``, and ``num_draft_tokens`` more), where rows attend to them.
-    SGLang drops what it generates past the end, so its backends need not declare it. If both are declared,
+    has as many columns (vLLM). ``prefix``: keys before the step. New tokens of a request at the end of its context have
+    positions past it, in further columns (SGLang: ``context_len``, and ``num_draft_tokens`` more), where rows attend to
+    them. SGLang drops what it generates past the end, so its backends need not declare it. If both are declared,
     ``BackendContext.dialect`` has the one of the instance."""
     takes_none_kv: bool = False
     """True: k and v may be None if ``save_kv_cache`` is False, which is how servers say that the pool holds the new
@@ -60,15 +60,15 @@ class ServerConventions(Declared):
     """True: ``spec_info.num_tokens_per_req`` may be 0 or -1 during a capture, as in servers up to mid-2026. False: it
     is the width there too."""
     takes_empty_batches: bool = False
-    """True: an eager batch may have no request, as on a rank without work; each forward then returns [0, Hq, Dv]. A
-    replay may have no live request whatever the backend declares."""
+    """True: an eager batch may have no request, as on an idle rank; each forward then returns [0, Hq, Dv]. A replay may
+    have no live request whatever the backend declares."""
     takes_requests_without_rows: bool = False
     """True: a request of an extend may have no new row between others that have some: its offsets of queries are equal.
-    Nothing is stored for it, and its state stays as it is. A rank of prefill context parallelism gets none of a short
+    Nothing is stored for it, and its state does not change. A rank of prefill context parallelism gets none of a short
     request's tokens (vllm-ascend #11807). False: only padded requests after the live ones have no rows."""
     takes_bare_chains: bool = False
     """True: a chain may be verified without tree tensors: ``custom_mask`` and ``retrieve_*`` are None, and a row sees
-    the prefix, the rows before it and itself. False: a chain has all of them."""
+    the prefix, the rows before it and itself. False: a chain is given all of them."""
     takes_out: bool = False
     """True: ``forward`` takes ``out=``, a contiguous [T, Hq, Dv] in the model's dtype with undefined contents, writes
     the output there and returns it. Each call gets another buffer, or None. False: ``out`` is never given."""
@@ -78,12 +78,12 @@ class ServerConventions(Declared):
     padding, and so are q, k, v and the output. The kit ignores the extra output rows. Never in draft-decode."""
     finite_padding: bool = False
     """True: output rows of no request hold neither NaN nor Inf if their inputs are finite. Servers need that if all
-    rows of a forward share something later, as one scale of FP8 activations (vLLM #57094). ``padding-finite`` checks it
-    in replays, and in forwards with more rows than their plan. False: nobody looks at these rows. SGLang and vLLM
-    quantize per tensor for some checkpoints and ask no backend for it, so their presets have False."""
+    rows of a forward share something later, such as one scale of FP8 activations (vLLM #57094). ``padding-finite``
+    checks it in replays, and in forwards with more rows than their plan. False: nobody reads these rows. SGLang and
+    vLLM quantize per tensor for some checkpoints without requiring this of a backend, so their presets have False."""
     takes_unused_scales: bool = False
     """True: ``k_scale`` and ``v_scale`` of a layer may be a checkpoint's, other than 1, over a pool that holds K and V
-    as given, in the model's dtype. The kernel then leaves them out. False: they are 1 there, as vLLM sees to
+    unscaled, in the model's dtype. The kernel must then ignore them. False: they are 1 in this case, as vLLM ensures
     (``BaseKVCacheMethod.process_weights_after_loading``)."""
     output_lifetime: str = "layer"
     """Time for which an output tensor keeps its contents. ``layer``: until the next ``forward`` of the instance, as if
@@ -93,10 +93,10 @@ class ServerConventions(Declared):
     target-verify (chains), fewer rows in a draft-extend, fewer steps in draft-decode. Graphs of each width are captured
     and replayed in turn; ``BackendContext.draft_widths`` lists the widths, and ``spec_info`` has that of a batch. vLLM
     shortens drafts in this way as batches grow (``num_speculative_tokens_per_batch_size``). SGLang's
-    ``speculative_adaptive`` makes an instance for each width, so its backends need not take others."""
+    ``speculative_adaptive`` creates an instance for each width, so its backends need not support others."""
     drafts_without_prefix: bool = True
     """True: a request of a draft-decode may have no key before the draft. Servers draft after a prefill, so theirs have
-    at least one. Declare False if the planner counts on that."""
+    at least one. Declare False if the planner relies on that."""
     eager_without_waits: bool = True
     """True: eager plans and forwards do not wait for the device if ``needs_cpu_seq_lens`` is False; a wait fails
     ``no-host-lengths``. Declare False if they may wait, as SGLang's Triton class does for windowed layers."""
@@ -109,8 +109,8 @@ class ServerConventions(Declared):
     ``overlap_scheduling``. False: forwards and replays may read it too."""
     instances_run_at_once: bool = False
     """True: graphs of two instances may run at once, on two streams, as servers that overlap two batches have an
-    instance for each (``enable_two_batch_overlap`` of SGLang, dual batch overlap of vLLM). The two have pools and graph
-    memory of their own, so they may share no scratch memory. False: one runs after the other."""
+    instance for each (``enable_two_batch_overlap`` of SGLang, dual batch overlap of vLLM). Each has its own pools and
+    graph memory, so the two must share no scratch memory. False: one runs after the other."""
 
     def __post_init__(self) -> None:
         slots = self._listed("padding_slots")
@@ -136,19 +136,19 @@ class ServerConventions(Declared):
         kv_dtype = kv_dtype_of(context)
         scaled = not all(layer.k_scale == layer.v_scale == 1.0 for layer in context.layers)
         if kv_dtype == "same" and scaled and not self.takes_unused_scales:
-            yield "k_scale or v_scale other than 1 over a pool that holds K and V as given,", kv_dtype
+            yield "k_scale or v_scale other than 1 over a pool that holds K and V unscaled,", kv_dtype
         yield from modes_outside("batches of several widths in", context, self.narrower_widths, context.draft_widths)
         yield from ((name, said) for name, said in vars(context.dialect).items() if said not in getattr(self, name))
 
     @override
     def made_of(self, given: object) -> Self:
-        """Convert a value as for every record; ``sglang`` and ``vllm`` are its presets."""
+        """Convert a value as every record does; ``sglang`` and ``vllm`` name presets."""
         return super().made_of(SERVERS[spelled("server", given, tuple(SERVERS))] if isinstance(given, str) else given)
 
 
 SGLANG = ServerConventions(drafts_without_prefix=False)
-"""SGLang 0.5.23, whose conventions are this kit's defaults, and whose drafts begin after a prefill. Rows of padding
-and idle ranks end in its layers (``RadixAttention``), and reach no backend."""
+"""SGLang 0.5.23, whose conventions are this kit's defaults, and whose drafts begin after a prefill. Rows of padding and
+idle ranks stop in its layers (``RadixAttention``) and reach no backend."""
 VLLM = ServerConventions(
     padding_slots=frozenset({-1}),
     padded_requests=frozenset({"nothing"}),

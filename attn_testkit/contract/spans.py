@@ -18,7 +18,7 @@ __all__ = ["Spans"]
 
 @dataclass(frozen=True)
 class Spans(Declared):
-    """The bidirectional spans that a backend takes: ``Capabilities(spans=Spans({"extend"}, by_layer=True))``.
+    """The bidirectional spans that a backend supports: ``Capabilities(spans=Spans({"extend"}, by_layer=True))``.
 
     A span is a range of positions of a request. A row in it sees all its keys, later ones too, and everything else as
     without it. In a layer with a window, a row sees no key before the window, even of the same span: ``(causal or
@@ -28,18 +28,18 @@ class Spans(Declared):
 
     ``ForwardBatch.mm_prefix_range`` has the spans of a batch, ``AttentionLayer.bidirectional_spans`` the layers that
     have them. Spans of a request are ascending and do not overlap; two may be adjacent and are still two. By default no
-    mode takes any. ``Capabilities`` and ``with_changes`` also take only the set of modes: ``spans={"extend"}``.
+    mode supports spans. ``Capabilities`` and ``with_changes`` also take only the set of modes: ``spans={"extend"}``.
     """
 
     modes: Set[ForwardMode] = frozenset()
     """Modes, of extend and decode, in which batches may have spans. Servers put images into prompts; the rows of a
-    decode lie in no span, and decode needs ``of_prefix``."""
+    decode are in no span, and decode needs ``of_prefix``."""
     in_graphs: bool = False
     """True: replays have spans too, in tensors of a fixed size. False: only eager steps have them, as in SGLang and
     vLLM, whose graphs of prefills leave attention out."""
     of_prefix: bool = False
-    """True: spans may lie in the prefix, or begin there and end in the step, where a prefix cache ends inside an image
-    (vLLM). False: every span lies in the rows of its step (SGLang leaves the others out)."""
+    """True: spans may be in the prefix, or begin there and end in the step if a prefix cache ends inside an image
+    (vLLM). False: every span is within the rows of its step (SGLang leaves the others out)."""
     wider_than_window: bool = False
     """True: spans may have more than W + 1 positions in a layer whose window is W (Gemma 4). False: the server leaves
     these out (vLLM's ``compute_mm_prefix_ranges``)."""
@@ -53,7 +53,7 @@ class Spans(Declared):
         if others := sorted(self.modes - {ForwardMode.DECODE, ForwardMode.EXTEND}):
             raise ValueError(f"Spans.modes may hold only extend and decode, got {', '.join(others)}")
         if ForwardMode.DECODE in self.modes and not self.of_prefix:
-            raise ValueError("Spans.modes has decode, whose spans all lie in the prefix; declare of_prefix=True too")
+            raise ValueError("Spans.modes has decode, whose spans are all in the prefix; declare of_prefix=True too")
 
     def refused(self, context: BackendContext) -> Iterator[Refusal]:
         """Spans of a context's layers that are not declared."""
@@ -64,7 +64,7 @@ class Spans(Declared):
 
     @override
     def made_of(self, given: object) -> Self:
-        """Convert a value as for every record; a set of modes replaces ``modes``, and changes nothing else."""
+        """Convert a value as every record does; a set of modes replaces ``modes`` and changes nothing else."""
         if isinstance(given, Iterable) and not isinstance(given, Mapping):
             return self.with_changes(modes=given)
         return super().made_of(given)

@@ -1,4 +1,4 @@
-"""Sparse attention that a backend takes: each row attends to the keys that an indexer selected for it."""
+"""Sparse attention that a backend supports: each row attends to the keys that an indexer selected for it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Indexer(Declared):
     """
 
     heads: Set[int]
-    """Which numbers of query heads may the indexer have? It has no default. DeepSeek V3.2 has 64."""
+    """Which numbers of query heads may the indexer have? There is no default. DeepSeek V3.2 has 64."""
     scale: str = "amax"
-    """How is a key's scale computed? Default, ``amax``: its largest magnitude over 448. ``power_of_two``: the next
-    power of two from there on (UE8M0)."""
+    """How is a key's scale computed? Default, ``amax``: its largest magnitude over 448. ``power_of_two``: that
+    quotient, rounded up to a power of two (UE8M0)."""
     reuses_selections: bool = False
     """May a layer use the selection of the layer before it? It has no index keys then (``index_topk_freq``)."""
     sums: str = "float32"
@@ -55,7 +55,7 @@ class Indexer(Declared):
 
 @dataclass(frozen=True)
 class Sparse(Declared):
-    """The selections that a backend takes: ``Capabilities(sparse=Sparse(topk={2048}, index_space="positions"))``.
+    """The selections that a backend supports: ``Capabilities(sparse=Sparse(topk={2048}, index_space="positions"))``.
 
     Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``. The
     keys of a row are listed in any order, each once; -1 means no key. A row of fewer keys than ``topk`` selects all
@@ -65,19 +65,20 @@ class Sparse(Declared):
     """
 
     topk: Set[int]
-    """Widths of ``selected``. It has no default. DeepSeek V3.2 has 2048."""
+    """Widths of ``selected``. There is no default. DeepSeek V3.2 has 2048."""
     index_space: str = "positions"
     """Meaning of an index. ``positions``: a key's place in its request, 0 being the first, which the request
     table maps to a slot. ``slots``: a slot of the KV pool (the fused top-k of SGLang, ``PAGED``)."""
     block: int = 1
     """How many keys does an index select? Default, 1: the key itself. B: keys ``B * i .. B * i + B - 1`` of the request
-    (NSA, MoBA, quest), of which a row attends those that it may see. ``topk`` then counts blocks, and a row always
+    (NSA, MoBA, quest), of which a row attends to those that it may see. ``topk`` then counts blocks, and a row always
     lists the block of its own key, of which the keys after the row may be cut off. All heads of a row have one
     selection."""
     holes: bool = False
     """True if -1 may come before a key. False: every -1 of a row is after its last key."""
     empty_rows: bool = False
-    """True if a live row may select no key; its output must be finite then. False: each selects one or more."""
+    """True if a live row may select no key; its output must be finite then. False: each live row selects one key or
+    more."""
     fewer_rows: bool = False
     """True if ``selected`` may have fewer rows than ``q``. Other rows of ``q`` belong to no request: the layers around
     attention were padded, and the indexer was not (``ServerConventions.takes_more_rows``). Their output must be finite.
@@ -100,7 +101,7 @@ class Sparse(Declared):
             raise ValueError(f"Sparse.block must be a whole number from 1 on, got {self.block!r}")
         if self.block > 1 and (self.index_space != "positions" or self.empty_rows or self.indexer):
             raise ValueError(
-                "Sparse.block above 1 goes with index_space='positions' and without empty_rows and indexer: an index "
+                "Sparse.block above 1 needs index_space='positions', and excludes empty_rows and indexer: an index "
                 "is a block of a request, and each row lists that of its own key"
             )
         self._check_flags()

@@ -56,9 +56,9 @@ class State(Declared):
     """Lengths of a chunk, at whose ends states are copied to another slot for a prefix cache (``Snapshot``); empty:
     never. With rollback ``commit`` only."""
     continues: Set[str] = frozenset({"copy"})
-    """Ways in which a request continues a state that lies in a slot of the prefix cache. Several requests may continue
-    one, and its slot stays as it is. ``copy``: the server has copied window and state to the request's own slot before
-    the step (SGLang), and the backend sees nothing of it. ``source``: the backend reads both from
+    """Ways in which a request continues a state in a slot of the prefix cache. Several requests may continue one state,
+    and its slot does not change. ``copy``: the server has copied window and state to the request's own slot before the
+    step (SGLang), and the backend is not involved. ``source``: the backend reads both from
     ``StateInput.sources[i]`` and stores them in ``indices[i]``, in decode and extend (FlashInfer's
     ``initial_state_indices`` and ``output_state_indices``; Mamba2 of vLLM with prefix caching)."""
     trees: Set[str] = frozenset()
@@ -66,19 +66,20 @@ class State(Declared):
     convolution the inputs of its ancestors. Empty: drafts are chains. With rollback ``commit`` only, and with
     ``max_topk`` above 1."""
     strided: bool = False
-    """May slots lie apart, all layers of a slot in one block (``StatePool``)? Default: each layer is contiguous."""
+    """May the layers of a slot be stored in one block, so that slots are strided (``StatePool``)? Default: each layer
+    is contiguous."""
     products: str = "fp32"
     """Format to which a kernel rounds the factors of its matrix products: ``fp32``, ``tf32``, or ``model`` for the
-    model's dtype, as chunked kernels of prefill do. The limits follow from it, in extend only: kernels that go token
-    by token multiply in float32."""
+    model's dtype, as chunked kernels of prefill do. The limits follow from it, in extend only: kernels that process one
+    token at a time multiply in float32."""
 
     conv_products: str = "fp32"
     """Format to which the convolution rounds each product of a tap and an input before it adds them: ``fp32``, or
-    ``model``, as a Triton kernel does that multiplies two bf16 tensors (``causal_conv1d_update`` of SGLang and vLLM).
-    The limits follow from it, in every mode."""
+    ``model``, as a Triton kernel does when it multiplies two bf16 tensors (``causal_conv1d_update`` of SGLang and
+    vLLM). The limits follow from it, in every mode."""
 
     plain_convolution: bool = True
-    """May a convolution end without an activation? False: with ``silu`` only, which leaves out exact data."""
+    """May a convolution have no activation? False: it always ends with ``silu``, which excludes exact data."""
     hybrid: bool = False
     """Does the backend run a model with softmax layers between those that keep a state? Every case has both then, a
     ``forward`` of a softmax layer is given q, k and v, and the KV pool has those layers."""

@@ -17,8 +17,8 @@ __all__ = ["StateBackend"]
 class StateBackend(AttentionBackend):
     """One backend of recurrent layers, as a server runs it: planned, captured and replayed as an attention backend.
 
-    ``context.state`` has the layers, the pool of states and the request table's states; ``batch.state`` the slots of
-    a step. The KV pool has no layer. Declare ``Capabilities.state``.
+    ``context.state`` has the layers, the pool of states and the request table's states; ``batch.state`` the slots of a
+    step. The KV pool has no layers. Declare ``Capabilities.state``.
     """
 
     @abstractmethod
@@ -41,11 +41,11 @@ class StateBackend(AttentionBackend):
         begins from zeros: its slot may hold anything, NaN included. Every other slot holds NaN, and must be neither
         read nor written.
 
-        In target-verify each request has N rows: a chain, or if ``State.trees`` has the layer's kind, a tree. Its
-        links are ``batch.spec_info.retrieve_next_token`` and ``retrieve_next_sibling``; a node continues the state of
-        its parent, and its convolution the inputs of its ancestors. The state of a slot stays as it is; window and
-        state after each node go to ``pool.scratch``, in the row of the request's place. ``commit`` follows. A plain
-        step (decode or extend) after an accepted draft begins from the slot, in which ``commit`` has stored what
+        In target-verify each request has N rows: a chain, or if ``State.trees`` has the layer's kind, a tree. Its links
+        are ``batch.spec_info.retrieve_next_token`` and ``retrieve_next_sibling``; a node continues the state of its
+        parent, and its convolution the inputs of its ancestors. The state of a slot does not change; window and state
+        after each node go to ``pool.scratch``, in the row of the request's position in the batch. ``commit`` follows. A
+        plain step (decode or extend) after an accepted draft begins from the slot, in which ``commit`` has stored what
         follows the last accepted node.
 
         With rollback ``slots`` there is no commit. Request i has N slots, ``indices[i]``. The state before its rows is
@@ -73,4 +73,4 @@ class StateBackend(AttentionBackend):
         being the root; -1: nothing is stored, as for padded requests. ``state``: that of the verify's batch, with the
         ``snapshot`` that follows from what was accepted.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares target-verify and has no commit")
+        raise NotImplementedError(f"{type(self).__name__} declares target-verify but does not define commit")

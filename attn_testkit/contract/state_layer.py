@@ -15,10 +15,10 @@ __all__ = ["StateLayer"]
 
 @dataclass(frozen=True)
 class StateLayer(AttentionLayer):
-    """A layer whose memory of a request is one state, however long the request is: GDN, KDA, Mamba2, Lightning.
+    """A layer that stores one state per request, however long the request is: GDN, KDA, Mamba2, Lightning.
 
-    Hk key heads (Mamba2: groups) of width K, Hv value heads of width V. Value head h uses key head h // (Hv / Hk).
-    Each row brings ``mixed`` [T, C], which a causal convolution of W taps goes over, channel by channel, and gates:
+    Hk key heads (Mamba2: groups) of width K, Hv value heads of width V. Value head h uses key head h // (Hv / Hk). Each
+    row has ``mixed`` [T, C], to which a causal convolution of W taps is applied per channel, and gates:
 
     ============== ========================================= ==================== =============== =====================
     kind           ``mixed``, in this order                  ``a``                ``b``           state of a value head
@@ -47,7 +47,7 @@ class StateLayer(AttentionLayer):
     conv_bias: torch.Tensor | None = field(default=None, compare=False)
     """[C] in the model's dtype, or none."""
     activation: str = "silu"
-    """``silu``, or ``none``: what the convolution ends with."""
+    """Activation after the convolution: ``silu`` or ``none``."""
     A_log: torch.Tensor | None = field(default=None, compare=False)
     """[Hv] float32; None in Lightning."""
     dt_bias: torch.Tensor | None = field(default=None, compare=False)
@@ -57,7 +57,7 @@ class StateLayer(AttentionLayer):
     slope: torch.Tensor | None = field(default=None, compare=False)
     """[Hv] float32, Lightning only."""
     lower_bound: float | None = None
-    """Smallest g of KDA; None: unbounded."""
+    """Smallest g of KDA; None: no bound."""
 
     @property
     def k_heads(self) -> int:
@@ -99,7 +99,7 @@ class StateLayer(AttentionLayer):
     @property
     @override
     def head_layout(self) -> HeadLayout:
-        """The layout of the layer's heads, which is named for its kind."""
+        """The layout of the layer's heads, which is named after its kind."""
         return HEAD_LAYOUTS[self.kind]
 
     @override

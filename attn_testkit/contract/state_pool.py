@@ -1,4 +1,4 @@
-"""The memory of recurrent states, and what a batch says about it."""
+"""The memory of recurrent states, and the states of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .state_layer import StateLayer
 __all__ = ["Snapshot", "StateContext", "StateInput", "StatePool"]
 
 _GUARD = 128
-"""Bytes between two tensors, which nobody may write. Tensors stay aligned."""
+"""Bytes between two tensors, which must not be written. Tensors stay aligned."""
 
 
 class StatePool:
@@ -22,8 +22,8 @@ class StatePool:
     Slot 0 is reserved: no live request has it. ``temporal`` [slots, Hv, V, K], or [slots, Hv, K, V] with ``order``
     ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. With rollback ``slots`` it is
     [slots, C, W - 1 + N - 1], of which a request uses that of its first slot (``StateBackend.forward``). ``strided``:
-    all layers of a slot lie in one block, so that the stride between slots does not follow from a shape. Memory between
-    tensors belongs to nobody.
+    all layers of a slot lie in one block, so the stride between slots does not follow from a shape. Memory between
+    tensors is unused.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StatePool:
         return typed.as_strided(shape, (step // dtype.itemsize, *strides), first // dtype.itemsize)
 
     def twin(self) -> StatePool:
-        """A pool of the same layout in its own memory, without scratch."""
+        """A pool of the same layout in other memory, without scratch."""
         return self.like(self.device)
 
     def like(
@@ -108,8 +108,8 @@ class StatePool:
 
     def scratch(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] after each node of each draft, by the
-        place of a request in the batch. Target-verify fills it, and ``StateBackend.commit`` reads it. With rollback
-        ``slots`` there is no room for any.
+        position of a request in the batch. Target-verify writes them, and ``StateBackend.commit`` reads them. With
+        rollback ``slots`` the scratch is empty.
         """
         window, state = self._scratch[layer_id]
         return window, state
@@ -175,7 +175,7 @@ class StateInput:
 
 @dataclass(frozen=True, eq=False)
 class StateContext:
-    """``BackendContext.state``: all that the constructor is given of states."""
+    """``BackendContext.state``: the states, as the constructor is given them."""
 
     layers: tuple[StateLayer, ...]
     """The layers that have a state, in the order in which they run."""

@@ -1,4 +1,4 @@
-"""Sliding windows that a backend takes, and chunked-local layers."""
+"""Sliding windows that a backend supports, and chunked-local layers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LAYER_WINDOWS = ("any", "one", "same")
 
 @dataclass(frozen=True)
 class Windows(Declared):
-    """The sliding windows that a backend takes: ``Capabilities(windows=Windows({"decode", "extend"}, smallest=1))``.
+    """The sliding windows that a backend supports: ``Capabilities(windows=Windows({"decode", "extend"}, smallest=1))``.
 
-    By default no mode takes one. A mode that does takes all sizes, in any layer. ``Capabilities`` and ``with_changes``
-    also take only the set of modes: ``windows={"decode"}``.
+    By default no mode supports a window. A mode in ``modes`` supports all sizes, in any layer. ``Capabilities`` and
+    ``with_changes`` also take only the set of modes: ``windows={"decode"}``.
     """
 
     modes: Set[ForwardMode] = frozenset()
     """Modes in which ``sliding_window_size`` is honored."""
     smallest: int = 0
-    """Smallest W. A row sees itself and W keys before it. Declare 1 if the kernel takes a window of 0 for no window."""
+    """Smallest W. A row sees itself and W keys before it. Declare 1 if the kernel treats a window of 0 as no window."""
     layers: str = "any"
     """Difference between the windows of a model's layers. ``any``: each layer has its own window, or none. ``one``: all
     windowed layers have the same, next to layers without one, for backends that plan by
@@ -63,7 +63,7 @@ class Windows(Declared):
 
     @override
     def made_of(self, given: object) -> Self:
-        """Convert a value as for every record; a set of modes replaces ``modes``, and changes nothing else."""
+        """Convert a value as every record does; a set of modes replaces ``modes`` and changes nothing else."""
         if isinstance(given, Iterable) and not isinstance(given, Mapping):
             return self.with_changes(modes=given)
         return super().made_of(given)

@@ -1,1 +1,1 @@
-"""Diagnosis of a wrong result: the check that it really fails, KV tokens that were read, misrouted rows."""
+"""Diagnosis of a wrong result: the check that really fails, the KV tokens that were read, misrouted rows."""

@@ -1,5 +1,5 @@
-"""Experiments that show the KV tokens that were attended to: with Q = K = 0 all weigh the same, and one-hot values name
-them.
+"""Experiments that show the KV tokens that were attended to: with Q = K = 0 all have equal weights, and one-hot values
+identify them.
 
 Each run names as many KV tokens as a head has values. In longer requests codes name all of them in one run, as long as
 few are wrong (``checks/miscounts.py``).
@@ -33,16 +33,18 @@ _MAX_PASSES = 6
 _TELLING = 3
 """Least length of a prefix whose first and last KV tokens can be distinguished."""
 _ONCE = 1.25
-"""Ratio to the smallest weight that rounding explains. For tokens that count two and three times it is 1.5."""
+"""Ratio to the smallest weight that rounding may cause. Between tokens that count two and three times the ratio is
+1.5."""
 _HARDLY = 0.0005
-"""Part below which one decimal of a percentage would be 0."""
+"""Fraction that one decimal of a percentage would show as 0."""
 _SMALL = 0.02
 """Weight below which rounding explains it."""
 
 
 @dataclass(frozen=True)
 class AttendedKeys:
-    """The KV tokens, by position, that one row of one request attended to, and those that it should have."""
+    """The KV tokens, by position, that one row of one request attended to, and those to which it should have
+    attended."""
 
     request: int
     row: int
@@ -60,27 +62,28 @@ class AttendedKeys:
     elsewhere: Mapping[str, float]
     """Name in ``PLACES`` -> part of the weight that went there, if any did."""
     total: float | None
-    """Sum of all weights; 1 if all is right. None if unknown: sinks take weight, or not all tokens were examined."""
+    """Sum of all weights; 1 if everything is right. None if unknown, because sinks get weight or not all tokens were
+    examined."""
     head: int = 0
     """The head that was examined."""
     heads: tuple[int, ...] = ()
     """Heads of the row that attended to wrong KV tokens, if the others attended to the right ones."""
     window: int = -1
-    """Window of the examined layer; tokens before it cannot show."""
+    """Window of the examined layer; tokens before it cannot be detected."""
     shape: HeadShape | None = None
     """Head shape of that layer."""
     of_others: tuple[Miscount, ...] = ()
     """Runs of KV tokens of other requests that it attended to, if they are known."""
     faint: Mapping[int, float] = field(default_factory=dict)
-    """KV token that should have no weight -> its weight as a part of the others', if that is too little for ``used``
-    and more than rounding.
+    """KV token that should have no weight -> its weight as a fraction of the other weights, if it is too small for
+    ``used`` but larger than rounding.
     """
     selected: bool = False
     """True if the row should attend to KV tokens that were selected for it, and to no others."""
 
     @property
     def right(self) -> bool:
-        """True if every KV token that should have weight had it, once, and no other token had any."""
+        """True if every KV token that should have weight counted once, and no other token had weight."""
         return self.alone and not self.doubled
 
     @property
@@ -90,7 +93,7 @@ class AttendedKeys:
 
     @property
     def not_asked(self) -> list[int]:
-        """KV tokens of the request that were not examined; whether they had weight is unknown."""
+        """KV tokens of the request that were not examined, so it is unknown if they had weight."""
         return sorted(set(range(self.length)) - self.looked_at)
 
     @property
@@ -113,7 +116,7 @@ class AttendedKeys:
         """The text of one line in a failure."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
         name += f" head {self.head}" if self.heads else ""
-        of = " of those asked about" if self.not_asked else ""
+        of = " of those examined" if self.not_asked else ""
         if self.used == self.wanted and not self.doubled:
             text = f"{name} attended to the right KV tokens{of}, {ranges(sorted(self.used))}"
         else:
@@ -121,7 +124,7 @@ class AttendedKeys:
             which = "the selected " if self.selected else ""
             text = f"{name} attended to {used}{of}, expected {which}{ranges(sorted(self.wanted))}"
         if self.not_asked:
-            text += f" ({ranges(self.not_asked)} not asked about)"
+            text += f" ({ranges(self.not_asked)} not examined)"
         if self.doubled:
             more = "have more weight than others" if self.weighed_otherwise else "counted more than once"
             text += f"; KV tokens {ranges(sorted(self.doubled))} {more}"
@@ -129,8 +132,8 @@ class AttendedKeys:
             text += f"; it attended to KV tokens {ranges(range(run.first, run.last + 1))} of request {run.request}"
         if self.faint:
             text += (
-                f"; KV tokens {ranges(sorted(self.faint))} should have no weight, and have "
-                f"{max(self.faint.values()):.2g} of what the others have"
+                f"; KV tokens {ranges(sorted(self.faint))} should have no weight, but have "
+                f"{max(self.faint.values()):.2g} of the weight of the others"
             )
         for place, weight in self.elsewhere.items() if not self.of_others else ():
             text += f"; {_percent(weight)} of its weight went to {PLACES[place]}"
@@ -161,7 +164,8 @@ def find_attended(
     """Find the KV tokens that a wrong row attended to. None if the backend raises or gives NaN, with
     ALiBi, and with a bias among rows.
 
-    The request of the headline is examined; another one if that has hardly any KV token, or attended to the right ones.
+    The request of the headline is examined, or another one if that request has very few KV tokens or attended to the
+    right ones.
     ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
     found: AttendedKeys | None = None
@@ -183,7 +187,7 @@ def find_attended(
 def _requests_to_ask(comparison: Comparison) -> list[int]:
     """List the request of the headline, and the first wrong one with several KV tokens.
 
-    A request with a short prefix cannot distinguish a lost prefix from lost last KV tokens, another one can.
+    In a request with a short prefix, a lost prefix looks like lost last KV tokens; a longer one distinguishes the two.
     """
     data, row = comparison.expected.data, comparison.worst_row
     if row is None:

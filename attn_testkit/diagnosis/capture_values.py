@@ -13,8 +13,8 @@ from .changed_case import FEATURES
 from .rerun import Rerunner
 
 OVERFLOWS = (
-    "an address overflows 32 bits, only in the graph, since a slot or a page times a stride takes 64 (.to(tl.int64), "
-    "int64_t): right if the KV pool is small, and wrong if it has elements beyond 2^31"
+    "an address overflows 32 bits, only in the graph, since a slot or a page times a stride needs 64 (.to(tl.int64), "
+    "int64_t): the case passes with a small KV pool and fails if the pool has elements beyond 2^31"
 )
 
 _OF_CAPTURE = (

@@ -1,7 +1,7 @@
 """Experiments with cases that differ from the wrong one in one feature.
 
-A changed case has other slots, numbers and derived parameters. So each answer takes several draws: without the change
-all of them must be wrong, and with it all of them right, or nothing is reported.
+A changed case has different slots, values and derived parameters. So each answer needs several draws: without the
+change all of them must be wrong, and with it all of them right, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..steps.schedule import Schedule, Step, make_schedule
 from .rerun import Rerunner
 
 DRAWS = 3
-"""Number of other draws of a case, each with its own numbers and derived parameters."""
+"""Number of other draws of a case, each with its own values and derived parameters."""
 _LONGEST = 8192
-"""Most KV tokens of a request for which other cases are run: each takes a run of the oracle."""
+"""Most KV tokens of a request for which other cases are run: each needs a run of the oracle."""
 _MOST_REQUESTS = 64
 """Most requests of a batch for which other cases are run."""
 _SHORT = 16
@@ -57,14 +57,14 @@ class ChangedCases:
 
     def __init__(self, rerunner: Rerunner, schedule: Schedule, *, right: int = 0, wrong: int = 0) -> None:
         """``right``, ``wrong``: KV tokens of the longest request that is right in the wrong step, and of the shortest
-        that is wrong; 0 for none.
+        one that is wrong; 0 for none.
         """
         self._rerunner, self._schedule = rerunner, schedule
         self._seen = (right, wrong)
 
     @cached_property
     def lasting(self) -> bool:
-        """True if the case can be examined, and is wrong with other numbers, slots and derived parameters too."""
+        """True if the case can be examined, and is also wrong with other values, slots and derived parameters."""
         case, step = self._schedule.case, self._schedule.steps[0]
         plain = case.instance_of is None and not case.multi_mode and not case.rounds and step.chunk_of is None
         if not plain or not step.requests or max(step.lens) > _LONGEST or step.bs > _MOST_REQUESTS:
@@ -94,7 +94,7 @@ class ChangedCases:
         return True
 
     def right_elsewhere(self, step: Step) -> bool:
-        """True if the pool lies across a multiple of 4 GiB, and ``step`` is wrong there and right elsewhere."""
+        """True if the pool crosses a multiple of 4 GiB, and ``step`` is wrong there but right elsewhere."""
         own = self._schedule
         if not address_varies(own.case) or not own.case.derived("pool-address"):
             return False
@@ -113,9 +113,8 @@ class ChangedCases:
 
     @cached_property
     def right_up_to(self) -> int:
-        """The most KV tokens per request with which the case is right, if it is wrong from one more on; else 0.
-
-        Longer requests are cut to that number. Numbers below a tile do not count.
+        """The most KV tokens per request with which the case is right, if it is wrong with one token more; else 0.
+        Longer requests are cut to that number. Numbers below a tile are not tried.
         """
         return self._right_up_to(self._schedule.case, *self._seen)
 
@@ -168,7 +167,7 @@ class ChangedCases:
 
 
 def with_keys_up_to(case: Case, most: int) -> Case | None:
-    """The case with requests cut to so many KV tokens. None if the new tokens of a request are more."""
+    """The case with requests cut to this number of KV tokens. None if the new tokens of a request are more."""
     extends = case.mode is ForwardMode.EXTEND
     counts = case.new if case.mode.is_ragged() else (case.width,) * case.bs
     if extends:

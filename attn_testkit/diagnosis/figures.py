@@ -13,7 +13,7 @@ from .attended_keys import AttendedKeys
 _MOST_CELLS = 32
 """Most rows, and heads, of a map."""
 _MOST = 1e9
-"""Largest ratio, also for NaN and Inf, which exceed any limit."""
+"""Largest ratio that is stored, also for NaN and Inf, which exceed any limit."""
 
 
 def error_map(comparison: Comparison) -> ErrorMap:

@@ -29,7 +29,7 @@ def programs_of_nobody(rerunner: Rerunner, schedule: Schedule, step: Step, *, in
                 belong = "belong" if size > most + 1 else "belongs"
                 return (
                     f"{which} of kernel {name} along axis {axis} {belong} to no {unit}, and what they write spoils the "
-                    f"result: the step has {most} {unit}{'s' if most > 1 else ''}, and with {most} there it is right"
+                    f"result: the step has {most} {unit}{'s' if most > 1 else ''}, and the result is right with {most}"
                 )
     return ""
 

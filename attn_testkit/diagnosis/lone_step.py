@@ -1,4 +1,4 @@
-"""Schedules of a single step: the one that is wrong, in the bucket that is asked about."""
+"""Schedules of a single step: the wrong one, in a given bucket."""
 
 from __future__ import annotations
 

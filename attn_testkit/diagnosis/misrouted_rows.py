@@ -1,7 +1,7 @@
-"""Misrouted rows: a wrong row is compared with what other rows and requests should give.
+"""Misrouted rows: a wrong row is compared with the expected results of other rows and requests.
 
-Offsets of query rows, orders that are not undone, and swapped rows of the page table all give numbers that are right
-for another row. Seen by itself, such a row looks like a wrong length: its KV tokens are others, or fewer.
+Offsets of query rows, orders that are not undone, and swapped rows of the page table all give results that are right
+for another row. By itself, such a row looks like a wrong length: it has other KV tokens, or fewer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENDS = 16
 """Number of KV tokens at either end of a request that are tried as the only one."""
 _SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", "fp16_overflow", "beyond_fp16", CODES), "gauss"
 """Data in which a row's result does not depend on its query, so that an earlier row looks like a shorter length; and
-data that is used instead."""
+the data that is used instead."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class MisroutedRow:
     """Index of the row inside the request."""
     of_request: int
     of_row: int | None
-    """The row whose result it is. None if its own query was used, with KV tokens of ``of_request``."""
+    """The row whose result it holds. None if its own query was used, with KV tokens of ``of_request``."""
     keys: int = 0
     """Number of KV tokens that it saw with its own query."""
     copied: bool = False
-    """True if it holds the same values as the other row, of which neither need be right."""
+    """True if it holds the same values as the other row; neither row need be right."""
     queried: bool = False
     """True if it saw its own KV tokens with the query of the other row."""
 
@@ -66,7 +66,7 @@ def find_misrouted(
 ) -> tuple[MisroutedRow, ...]:
     """Find wrong rows that are right for others, among the first dozen.
 
-    ``rerunner``: for a run with other numbers if all queries are alike; None: nothing is found then.
+    ``rerunner``: for a run with other values if all queries are alike; with None nothing is found then.
     ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
     if comparison.observed.step.data in _SAME_QUERIES:
@@ -121,7 +121,8 @@ def _result_of(comparison: Comparison, out: torch.Tensor, layers: torch.Tensor, 
 
 
 def _sees_one_key(comparison: Comparison, layers: torch.Tensor, request: int) -> torch.Tensor:
-    """Rows of a request that see one KV token, [T] bool. Their result is the same for every query: it may be a mask."""
+    """Rows of a request that see one KV token, [T] bool. Their result is the same for every query, so a mask may be the
+    cause."""
     data, own = comparison.expected.data, make_layers(comparison.observed.schedule.case)
     bad = [layer for layer, wrong in zip(own, layers.tolist(), strict=True) if wrong]
     seen = torch.stack([seen_in(data.visible, data, each)[data.row_request, data.row_offset].sum(-1) for each in bad])

@@ -7,11 +7,12 @@ import torch
 from ..checks import Comparison
 
 _FEWEST, _MOST = 4, 64
-"""Fewest wrong heads of rows that show where each column comes from, and most that are looked at."""
+"""Fewest wrong heads of rows that show where each column comes from, and the most that are examined."""
 
 
 def moved_columns(comparison: Comparison) -> list[int] | None:
-    """The column whose number each column holds, the same in every wrong head of every row; None if there is none.
+    """The column whose value each column holds, the same in every wrong head of every row; None if there is no such
+    column.
 
     One-hot values name keys by columns, so exchanged columns would look like missing keys.
     """

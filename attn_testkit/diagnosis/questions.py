@@ -24,19 +24,19 @@ from .rerun import Rerunner, TimeUp
 
 @dataclass(frozen=True)
 class Asked:
-    """Evidence of a wrong step, and the backend that can be asked about it."""
+    """Evidence of a wrong step, and the backend for further experiments."""
 
     evidence: Evidence
     rerunner: Rerunner | None
     """None: the step is right as the first of a fresh instance, so running it again shows nothing."""
     in_graph: bool
-    """True if the step is wrong in a graph only, so that graphs are asked."""
+    """True if the step is wrong only in a graph, so that graphs are run."""
     texts: tuple[str, ...] = ()
     """Hints found so far, the strongest first."""
 
 
 def ask(asked: Asked) -> Asked:
-    """Put every question that the family of the case offers, and no other."""
+    """Ask every question that the family of the case offers, and no other."""
     family = family_of(asked.evidence.schedule.case)
     evidence = asked.evidence
     if asked.rerunner is not None and not evidence.comparison.right:
@@ -96,8 +96,8 @@ _FEWEST_ROWS = 2
 def _supposed_of_slots(asked: Asked) -> list[str]:
     """The only mistake that the family supposes and that gives the step's numbers with zeros in unowned slots.
 
-    Every row of a wrong layer has to be right for it, right ones too, if anything is known of it; the rest is NaN or
-    a number of memory that nobody owns. A mistake is not reported if another one gives the same numbers.
+    Every row of a wrong layer about which anything is known has to be right for the mistake, right rows included; other
+    rows hold NaN or unowned memory. A mistake is not reported if another one gives the same numbers.
     """
     evidence, rerunner = asked.evidence, asked.rerunner
     schedule, step = evidence.schedule, evidence.step
@@ -129,9 +129,9 @@ def _supposed_of_slots_in(step: Step, schedule: Schedule, rerunner: Rerunner) ->
 
 
 def _shown(comparison: Comparison, supposed: Supposition, lens: torch.Tensor) -> str | None:
-    """Requests in which the mistake is made, empty for everywhere, if all known wrong rows are those of the supposed
-    backend, and half of them or more are known; else None. Right rows may differ from it only in shorter requests, or
-    only in longer ones. Rows of zeros show nothing: whatever reads unowned slots gives them.
+    """Requests in which the mistake is made, empty for everywhere, if all known wrong rows are also wrong in the
+    supposed backend, and at least half of its wrong rows are known; else None. Right rows may differ from it only in
+    shorter requests, or only in longer ones. Rows of zeros prove nothing: any read of unowned slots gives them.
 
     ``lens`` [T] int64: KV tokens of the request of each row.
     """
@@ -147,8 +147,8 @@ def _shown(comparison: Comparison, supposed: Supposition, lens: torch.Tensor) ->
 
 
 def _where_it_is_made(comparison: Comparison, near: torch.Tensor, lens: torch.Tensor) -> str | None:
-    """The requests in which a backend makes a mistake that all wrong rows are right for: empty if right rows of wrong
-    layers are right for it, too; the length of requests that tells them from those that are not; None if nothing does.
+    """The requests in which a backend makes a mistake for which all wrong rows are right: empty if right rows of wrong
+    layers are right for it, too; the length from which on requests are wrong; None if no length separates them.
 
     ``near`` [L, T] bool: rows that are right for the mistake. ``lens`` [T] int64: KV tokens of each row's request.
     """
@@ -158,9 +158,9 @@ def _where_it_is_made(comparison: Comparison, near: torch.Tensor, lens: torch.Te
         return ""
     right, made = lens[contradicting], lens[wrong.any(0)]
     if int(right.max()) < int(made.min()):
-        return f", in requests of {int(made.min())} keys and more (those of {int(right.max())} and fewer are right)"
+        return f", in requests of {int(made.min())} or more keys (requests of {int(right.max())} or fewer are right)"
     if int(right.min()) > int(made.max()):
-        return f", in requests of {int(made.max())} keys and fewer (those of {int(right.min())} and more are right)"
+        return f", in requests of {int(made.max())} or fewer keys (requests of {int(right.min())} or more are right)"
     return None
 
 

@@ -52,9 +52,8 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
 
 
 def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) -> str:
-    """Find a hint: one change with which nothing is raised; else nothing.
-
-    ``in_graph``: it was raised in a graph run. If the first eager step raises too, that one is examined.
+    """Find a hint: one change with which nothing is raised; else nothing. ``in_graph``: the exception was raised in a
+    graph run. If the first eager step raises too, that step is examined.
     """
     case = schedule.case
     if case.rounds or case.instance_of is not None:
@@ -67,16 +66,16 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
         return _without(_graph_raises, rerunner, schedule) or _of_padding(rerunner, schedule)
     if case.multi_mode:
         return (
-            "another mode raises by itself, or state of one mode, such as metadata by batch size only, is used for "
-            "another, or a co-resident instance has a part in it: on an instance by itself nothing is raised"
+            "another mode raises when it runs by itself, or state of one mode, such as metadata by batch size only, is "
+            "used for "
+            "another, or a co-resident instance contributes to it: on an instance by itself nothing is raised"
         )
     return ""
 
 
 def explain_freed(rerunner: Rerunner, schedule: Schedule) -> str:
-    """Find a hint for a graph whose memory is freed: it is not if only one mode uses the instance; else nothing.
-
-    ``schedule``: of the case's own mode.
+    """Find a hint for a graph whose memory is freed, but not if only one mode uses the instance; else nothing.
+    ``schedule``: the schedule of the case's own mode.
     """
     case = schedule.case
     if not case.multi_mode or case.rounds or case.instance_of is not None or _graph_raises(rerunner, schedule):
@@ -89,7 +88,7 @@ def explain_freed(rerunner: Rerunner, schedule: Schedule) -> str:
 
 
 def _of_padding(rerunner: Rerunner, schedule: Schedule) -> str:
-    """Hint for a replay that raises in a larger bucket, and not in one without padded requests."""
+    """Hint for a replay that raises in a larger bucket, but not in one without padded requests."""
     for step in schedule.steps:
         least = least_bucket(schedule, step)
         if not step.requests or step.bucket <= least:

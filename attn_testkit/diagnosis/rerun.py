@@ -19,7 +19,7 @@ POISON, OTHER_FILL, CLEAR = 0xFF, 0xBC, 0x00
 
 
 class TimeUp(Exception):
-    """The time of a diagnosis is up, so nothing more is run for it."""
+    """Raised if the time of a diagnosis is up, so that nothing more is run for it."""
 
 
 class Rerunner:
@@ -33,10 +33,10 @@ class Rerunner:
         declared: Callable[[Case], bool] = lambda case: True,
         seconds: float | None = None,
     ) -> None:
-        """``seconds``: the time of the diagnosis, which begins now. None: it may take as long as it needs."""
+        """``seconds``: time limit of the diagnosis, which begins now. None: no limit."""
         self._until = None if seconds is None else time.monotonic() + seconds
         self.may_be_cut = False
-        """True as soon as the check is known that fails: only the search for its cause may be cut."""
+        """True as soon as the failing check is known: only the search for its cause may be cut."""
         self.was_cut = False
         """True if a run was refused because the time was up."""
         self._drive, self.environment, self._eager_modes = drive, environment, eager_modes
@@ -125,7 +125,8 @@ class Rerunner:
         )
 
     def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[RunRecord, list[Observation]] | None:
-        """Replace the copies of steps that were sent by the judge's own steps: answers are found by identity."""
+        """Replace the copies of steps in an answer by the judge's own steps, because answers are looked up by
+        identity."""
         if self.may_be_cut and self._until is not None and time.monotonic() > self._until:
             self.was_cut = True
             raise TimeUp

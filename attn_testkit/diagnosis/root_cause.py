@@ -1,8 +1,8 @@
-"""Root-cause attribution: a wrong step is run again with one thing changed, to find the check that it really fails.
+"""Root-cause attribution: a wrong step is run again with one change, to find the check that it really fails.
 
 Nothing here runs while results are right. Each question is one controlled run on a fresh backend instance:
 
-* does the NaN go away when nothing lies behind the last row?    then a tile is not cleared there
+* does the NaN go away if the memory ends with the last row? then a tile is not cleared there
 * does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
 * is the same step right in eager mode?                           then the graph is wrong
 * is it right when memory allocated in a capture is not poisoned?  ``captures-cleanly``
@@ -104,7 +104,7 @@ class _Blamed:
     """A finding under the check that it really fails, with the results of the experiments that showed it."""
 
     found: Finding
-    """The finding as observed, or as other numbers in fresh memory showed it."""
+    """The finding as observed, or as a run with other contents of fresh memory showed it."""
     check: str
     why: str
     eager: Comparison | None
@@ -143,7 +143,7 @@ def _blamed(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: 
 _OF_NUMBERS = ("matches-oracle", "keys-counted-once")
 """Ids of checks whose findings are about finite values."""
 _SHOWN = ("addresses-stable", "captures-cleanly", "padding-inert")
-"""Ids of checks whose first hint is shown by an experiment: one thing was changed, and the step was right."""
+"""Ids of checks whose first hint is proved by an experiment: with one change the step was right."""
 _MOST_HINTS = 3
 """Number of lines of a hint: the first ones are the most useful."""
 
@@ -196,9 +196,9 @@ def _again(rerunner: Rerunner, schedule: Schedule, step: Step, **changes: Any) -
 
 _ROWS_BEHIND = (
     "rows after the last one are loaded, which hold NaN as the end of a longer buffer may: clear them in the last "
-    "tile, since 0 * NaN is NaN; if the memory ends with the last row, it is"
+    "tile, since 0 * NaN is NaN; if the memory ends with the last row, the result is"
 )
-_STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is"
+_STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True the result is"
 
 
 _UNOWNED = "unowned slots"
@@ -216,34 +216,36 @@ _MASKED_TOO_LATE = ", and right: 0 * NaN is NaN, so leave those keys out when K 
 
 
 _NO_OTHER_INSTANCE = (
-    "state that all instances of the process share is replaced before it is used: without a co-resident instance it is "
-    "right"
+    "state that all instances of the process share is replaced before it is used: without a co-resident instance the "
+    "step is right"
 )
 _NO_OTHER_MODE = (
-    "a step of another mode changes state that the modes share, and a plan keeps it: on an instance that runs only "
-    "this mode it is right"
+    "a step of another mode changes state that the modes share, and a plan keeps it: the step passes on an instance "
+    "that runs only this mode"
 )
 _NO_OTHER_WIDTH = (
-    "a width that is not the batch's is used, such as that of the configuration: on an instance on which all batches "
-    "have this width it is right"
+    "a width that is not the batch's is used, such as that of the configuration: the step passes on an instance whose "
+    "batches all have this width"
 )
 _AMONG = {
-    "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
+    "graphs": ("buckets-independent", "the same eager step passes on a fresh instance without graphs"),
     "steps": (
         "steps-independent",
-        "state of an earlier step is kept: as the first step of a fresh instance it is right",
+        "state of an earlier step is kept: the step is right as the first of a fresh instance",
     ),
     "instances": ("steps-independent", _NO_OTHER_INSTANCE),
     "modes": ("steps-independent", _NO_OTHER_MODE),
     "widths": ("steps-independent", _NO_OTHER_WIDTH),
 }
-"""Other work that an eager step's instance or a co-resident one did, if the step is right without -> (check, why)."""
+"""Other work of an eager step's instance or of a co-resident one -> (check, reason), if the step is right without that
+work."""
 
 
 def _blame_eager(
     rerunner: Rerunner, finding: Finding, why: str, schedule: Schedule, observed: Observation, *, right: bool
 ) -> tuple[str, str]:
-    """Return check and reason of a step that is wrong in eager mode too. ``right``: on a fresh instance it is right."""
+    """Return check and reason of a step that is wrong in eager mode too. ``right``: true if the step is right on a
+    fresh instance."""
     if observed.ran_before and right:
         return _AMONG[observed.ran_before]
     if finding.check == "finite" and not why:
@@ -252,7 +254,7 @@ def _blame_eager(
 
 
 def _not_every_time(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Comparison | None) -> str:
-    """Hint for a step that nothing ran before, if it is right, or wrong in other rows, when it is run again."""
+    """Hint for the first step of an instance that is right, or wrong in other rows, when it is run again."""
     if observed.replay or observed.ran_before or eager is None:
         return ""
     if eager.right:
@@ -263,7 +265,7 @@ def _not_every_time(rerunner: Rerunner, schedule: Schedule, observed: Observatio
 
 
 def _with_clear_memory(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Comparison | None) -> str:
-    """Hint for a step that nothing ran before, if it is right with zeros in fresh memory."""
+    """Hint for the first step of an instance that is right with zeros in fresh memory."""
     if observed.replay or observed.ran_before or eager is None or eager.right:
         return ""
     return _RIGHT_IF_CLEAR if _right(_evaluated(schedule, rerunner.eager(schedule, observed.step, fill=CLEAR))) else ""
@@ -275,16 +277,16 @@ def _where_wrong(comparison: Comparison) -> torch.Tensor:
 
 
 _RIGHT_AGAIN = (
-    "probably a race, an order that is not enforced, or memory that was never written: run again on a fresh "
-    "instance without any change, it is right"
+    "probably a race, an order that is not enforced, or memory that was never written: the step is right when it is "
+    "run again on a fresh instance without any change"
 )
 _RIGHT_IF_CLEAR = (
-    "a counter, flag, work list or scratch buffer is assumed to be zero, but never cleared: with zeros in fresh memory "
-    "it is right"
+    "a counter, flag, work list or scratch buffer is assumed to be zero, but never cleared: the step passes with "
+    "zeros in fresh memory"
 )
 _OTHER_ROWS = (
-    "probably a race, an order that is not enforced, or memory that was never written: run again without any change, "
-    "it is wrong in other rows or heads"
+    "probably a race, an order that is not enforced, or memory that was never written: when it is run again without "
+    "any change, other rows or heads are wrong"
 )
 
 
@@ -293,8 +295,8 @@ def _with_other_fill(
 ) -> tuple[Finding, str]:
     """Use another fill of fresh memory to distinguish unwritten output, a computed NaN, and reads of unwritten memory.
 
-    Some CPU conversions give a NaN with all bits set, which is the poison. And if fresh memory is not poisoned in an
-    ordinary run, a wrong number may be an unwritten one: ``eager``, the same step on a fresh instance with poison, has
+    Some CPU conversions give a NaN with all bits set, which is the poison. If fresh memory is not poisoned in an
+    ordinary run, a wrong value may be an unwritten one: ``eager``, the same step on a fresh instance with poison, has
     the poison there.
     """
     observed, first = comparison.observed, comparison
@@ -324,7 +326,7 @@ def _with_other_fill(
         return computed, ""
     return computed, (
         "it reads memory that was never written, such as a workspace or the partial results of empty splits: with "
-        "numbers instead of NaN in fresh memory it is finite"
+        "numbers instead of NaN in fresh memory the result is finite"
     )
 
 
@@ -342,7 +344,9 @@ _PADDED_ROWS_REACH_LIVE_ONES = (
     "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and counts "
     "of the padded batch"
 )
-_RIGHT_AS_SERVERS_PAD = f"{_PADDED_ROWS_REACH_LIVE_ONES}: with a server's contents of padded rows it is right"
+_RIGHT_AS_SERVERS_PAD = (
+    f"{_PADDED_ROWS_REACH_LIVE_ONES}: the step passes if padded rows hold what a server leaves in them"
+)
 _HEADLINE_ENDS = {
     "reads-own-kv": ": it read a slot of another owner",
     "reads-own-state": ": it read a slot of another owner, or that of a fresh request",
@@ -352,7 +356,7 @@ _HEADLINE_ENDS = {
     "steps-independent": ", after another step; on a fresh instance it is right",
     "captures-cleanly": ": it uses memory that was allocated in a capture",
     "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
-    _RIGHT_AS_SERVERS_PAD: "; with a server's contents of padded rows it is right",
+    _RIGHT_AS_SERVERS_PAD: "; the step passes if padded rows hold what a server leaves in them",
     _NO_OTHER_INSTANCE: ", while a co-resident instance runs; without it, it is right",
     _NO_OTHER_WIDTH: ", on an instance of several widths; on one of its width it is right",
     _NO_OTHER_MODE: ", after a step of another mode; on a fresh instance it is right",
@@ -376,7 +380,8 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
             return "buckets-independent", _NO_OTHER_WIDTH
         return (
             "buckets-independent",
-            "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
+            "the step is right when no other mode and no eager step uses the instance, and no co-resident instance "
+            "runs",
         )
     calm = rerunner.graph(schedule, poison_allocated=False)
     if calm is not None and calm.allocated_in_capture and _right(_evaluated(schedule, calm.replay_of(step))):
@@ -399,7 +404,7 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     if step.bucket > least:
         exact = rerunner.graph(lone_step(schedule, step, least))
         if exact is not None and _right(_evaluated(schedule, _last(exact))):
-            return "padding-inert", f"{_PADDED_ROWS_REACH_LIVE_ONES}: in a bucket of exactly {least} it is right"
+            return "padding-inert", f"{_PADDED_ROWS_REACH_LIVE_ONES}: the step passes in a bucket of exactly {least}"
     if rerunner.environment.emulated:
         in_order = rerunner.graph(schedule, programs_in_order=True)
         if in_order is not None and _right(_evaluated(schedule, in_order.replay_of(step))):
@@ -410,7 +415,7 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
         if calm is not None and _right(_evaluated(schedule, _last(calm))):
             return (
                 "padding-inert",
-                f"{_PADDED_ROWS_REACH_LIVE_ONES}: with a server's contents of padded rows it is right",
+                f"{_PADDED_ROWS_REACH_LIVE_ONES}: the step passes if padded rows hold what a server leaves in them",
             )
     return _NOTHING_ELSE, reason_of_a_replay(rerunner, lone_step(schedule, step, step.bucket))
 
@@ -444,7 +449,7 @@ def _to_restore(rerunner: Rerunner, schedule: Schedule, is_right: Callable[[Grap
 
 def _shared_by_layers(rerunner: Rerunner, schedule: Schedule) -> str:
     """Hint for a case that is right with one layer if tensors are restored before each replay, and wrong if they are
-    not: in a graph of several layers the first one leaves them to the next.
+    not: in a graph of several layers the first layer leaves them changed for the next.
     """
     case = schedule.case
     if case.layers.count < 2 or case.layers.groups or case.layers.shapes or case.layers.hybrid or case.layers.varied:
@@ -472,14 +477,14 @@ _ORDER_OF_PROGRAMS = (
     "make streams wait for each other"
 )
 _MOST_TENSORS = 3
-"""Number of tensors that are restored one by one, and of those that a hint names."""
+"""Number of tensors that are restored one by one, and that a hint names."""
 _NOT_RESET = "a counter, a flag or a scratch buffer is not reset between replays"
-_AS_THE_ONLY_REPLAY = "as the only replay of the only bucket it is right"
+_AS_THE_ONLY_REPLAY = "the step is right as the only replay of the only bucket"
 """Reason if the replays before it are the cause."""
 _OF_A_GRAPH = ("captures-cleanly", "addresses-stable", "padding-inert")
 """Checks that replays can prove without an eager run."""
 _NOTHING_ELSE = "replay-follows-batch"
-"""Check that remains for a replay that is wrong by itself too, and right in eager mode."""
+"""Check that remains for a replay that is also wrong by itself, and right in eager mode."""
 
 
 def _blame_without_eager(
@@ -497,7 +502,8 @@ def _blame_without_eager(
 
 
 def _reads_replaced(rerunner: Rerunner, schedule: Schedule, step: Step) -> bool:
-    """True if it is right once the replaced tensors hold what their successors do: a plan may replace its own ones."""
+    """True if the replay is right once the replaced tensors hold the values of their successors: a plan may replace its
+    own tensors."""
     copied = rerunner.graph(lone_step(schedule, step, step.bucket), copy_into_replaced=True)
     return copied is None or _right(_evaluated(schedule, _last(copied)))
 

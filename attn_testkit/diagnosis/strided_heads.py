@@ -10,13 +10,12 @@ from .rerun import Rerunner
 
 
 def blame_strided_heads(rerunner: Rerunner, schedule: Schedule) -> str:
-    """Return a hint if the schedule's first step is right with contiguous heads and wrong with strided ones.
-
-    ``schedule``: of a case whose k and v have strided heads if ``takes_strided_heads`` is declared.
+    """Return a hint if the schedule's first step passes with contiguous heads and fails with strided ones.
+    ``schedule``: the schedule of a case whose k and v have strided heads if ``takes_strided_heads`` is declared.
     """
     if not _right(rerunner, schedule, contiguous_heads=True) or _right(rerunner, schedule, contiguous_heads=False):
         return ""
-    return f"right if the heads of k and v are contiguous: {STRIDED_HEADS}"
+    return f"the step passes if the heads of k and v are contiguous: {STRIDED_HEADS}"
 
 
 def _right(rerunner: Rerunner, schedule: Schedule, *, contiguous_heads: bool) -> bool:

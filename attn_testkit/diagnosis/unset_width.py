@@ -17,17 +17,17 @@ WIDTH_OF = {
 
 
 def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
-    """Return a hint if the graphs of the schedule are right with the width at capture and wrong without; else nothing.
-
-    ``schedule``: of a mode in ``WIDTH_OF``, whose captures have 0 or -1 as ``num_tokens_per_req``.
+    """Return a hint if the graphs of the schedule pass with the width at capture and fail without it; else nothing.
+    ``schedule``: the schedule of a mode in ``WIDTH_OF``, whose captures have 0 or -1 as ``num_tokens_per_req``.
     """
     if not _right(rerunner, schedule, width_at_capture=True) or _right(rerunner, schedule, width_at_capture=False):
         return ""
     case = schedule.case
     unset = -1 if case.derived("num-tokens-per-req") else 0
     return (
-        f"num_tokens_per_req is {unset} while this graph is captured (takes_unset_width is declared); with "
-        f"{case.width} it is right. Take the width from the context ({WIDTH_OF[case.mode]}), or do not declare it"
+        f"num_tokens_per_req is {unset} while this graph is captured (takes_unset_width is declared); the step passes "
+        f"with {case.width}. Take the width from the context ({WIDTH_OF[case.mode]}), or do not declare "
+        "it"
     )
 
 

@@ -1,4 +1,4 @@
-"""Small backends to read and to run: one that is right, two that hold real bugs."""
+"""Small backends to read and to run: one correct backend, and two with real bugs."""
 
 from .minimal import MinimalBackend
 from .off_by_one import OffByOneBackend

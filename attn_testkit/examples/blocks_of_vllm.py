@@ -1,4 +1,5 @@
-"""A backend that lays its KV pool out itself, as vLLM's documentation has it: [blocks, KV heads, block size, 2 * D]."""
+"""A backend that lays out its KV pool itself, in the shape of vLLM's documentation: [blocks, KV heads, block size, 2 *
+D]."""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ class BlocksOfVllmBackend(KernelBackend):
         cache[slot_mapping // plan.page_size, :, slot_mapping % plan.page_size] = rows
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """Attend every row to every block of its request, masked, in float32. Shapes as in ``KernelBackend.run``."""
+        """Attend from every row to every block of its request, masked, in float32. Shapes as in
+        ``KernelBackend.run``."""
         cache = self.context.kv_pool.get_layer_buffer(plan.layer.layer_id)
         query_start_loc, seq_lens = plan.cu_seqlens_q, plan.kv_lens
         row = torch.arange(len(q), device=q.device)
         request = (torch.searchsorted(query_start_loc, row, right=True) - 1).clamp(max=len(seq_lens) - 1)
         position = (seq_lens - query_start_loc.diff())[request] + row - query_start_loc[request]
-        # [T, heads, keys, 2 * D], blocks of a request one behind the other.
+        # [T, heads, keys, 2 * D], blocks of a request one after the other.
         blocks = cache[plan.page_table.long()].transpose(1, 2).flatten(2, 3)[request].float()
         k, v = blocks.chunk(2, -1)
         visible = torch.arange(k.shape[2], device=q.device) <= position[:, None]

@@ -14,7 +14,7 @@ class StaleLength(BakedMaxLength):
 
 
 class Fixed(BakedMaxLength):
-    """Launches for the longest request that the server may have, a number that no batch changes."""
+    """Launches for the longest request that the server may have, which is the same for every batch."""
 
     def init_forward_metadata_out_graph(self, batch: object, in_capture: bool = False) -> None:
         """Fill the buffers, with the bound in place of the count."""

@@ -9,7 +9,7 @@ from ..contract import Capabilities, ForwardMode, Indexer, KernelBackend, Kernel
 
 
 class Fixed(KernelBackend):
-    """Decode in plain torch: scores the index keys of a request, selects the best, and attends those."""
+    """Decode in plain torch: scores the index keys of a request, selects the best, and attends to them."""
 
     capabilities = Capabilities(
         eager={ForwardMode.DECODE}, graph={ForwardMode.DECODE}, families={"mqa"}, gqa_ratios={4}, dtypes={"bf16"},

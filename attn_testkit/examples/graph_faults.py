@@ -1,7 +1,7 @@
-"""Five backends that are right in eager and wrong, or not capturable, under a CUDA graph.
+"""Five backends that are right in eager mode and wrong, or not capturable, under a CUDA graph.
 
-Each holds one of the mistakes that servers lost days to. ``attn-testkit run --backend
-attn_testkit.examples.graph_faults:ReallocatedMetadata --device cpu`` shows what the kit says of it.
+Each makes a mistake that cost servers days of debugging. ``attn-testkit run --backend
+attn_testkit.examples.graph_faults:ReallocatedMetadata --device cpu`` shows the kit's report.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class _Planned(MinimalBackend):
 
 
 class ReallocatedMetadata(_Planned):
-    """New tensors at each replay instead of filled ones; the graph goes on reading the old address (vLLM #35175)."""
+    """New tensors are made at each replay instead of filling the old ones; the graph still reads the old address (vLLM
+    #35175)."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """The mistake: assignment where copy_ was meant."""
+        """Make the mistake: assign a tensor instead of calling copy_."""
         self.lens = batch.seq_lens.to(torch.int32, copy=True)
 
 
@@ -84,7 +85,8 @@ class BakedMaxLength(_Planned):
 
 
 class HostRead(_Planned):
-    """Reads a length on the host inside the captured region. In eager it may (``eager_without_waits=False``)."""
+    """Reads a length on the host inside the captured region, which is allowed in eager mode
+    (``eager_without_waits=False``)."""
 
     capabilities = _DECODE.with_changes(server={"eager_without_waits": False})
 
@@ -97,7 +99,7 @@ class HostRead(_Planned):
 
 
 class FreedWorkspace(_Planned):
-    """A workspace that an eager batch replaces by a larger one; captured graphs use the old (vLLM #46067)."""
+    """A workspace that an eager batch replaces by a larger one; captured graphs still use the old one (vLLM #46067)."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -21,7 +21,7 @@ class MinimalBackend(KernelBackend):
     )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """Attend every query row to every slot of its request, masked, in float32. Shapes as in
+        """Attend from every query row to every slot of its request, masked, in float32. Shapes as in
         ``KernelBackend.run``."""
         request, visible = self.visible(q, plan)
         k, v = (cache[plan.page_table.long()].flatten(1, 2)[request].float() for cache in kv)

@@ -1,4 +1,5 @@
-"""The test that most backends have: one decode batch, in eager and as the replay of a graph captured with that batch.
+"""The test that most backends already have: one decode batch, in eager and as the replay of a graph captured with that
+batch.
 
 ``attn-testkit demo`` runs it to show what it misses. Run it on a backend of your own::
 

@@ -1,8 +1,8 @@
 """A backend whose graph was captured with one query stride and is replayed with another (sglang #21987).
 
-Draft-extend v1 packs the accepted tokens of each request without gaps. Here the captured kernel lays its rows out in
-steps of S + 1, as at capture, when every request had that many; replay then hands it packed offsets. The two agree only
-when every request accepts everything, which is what a test that replays its capture batch tries.
+Draft-extend v1 packs the accepted tokens of each request without gaps. Here the captured kernel reads rows in steps of
+S + 1, as at capture, when every request had S + 1 rows; a replay passes packed offsets. The two agree only if every
+request accepts everything, and a test that replays its capture batch tries only that.
 
 Run it::
 

@@ -9,7 +9,7 @@ from .slot_index_kernel import attend_slots, store_slots
 
 
 class SlotIndexBackend(KernelBackend):
-    """Every mode, only chains; pages of any size, which the kernel does not know."""
+    """Every mode, only chains; pages of any size, which the kernel never sees."""
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},

@@ -1,6 +1,5 @@
-"""A kernel as SGLang's and LightLLM's are called: keys by slot, through ``kv_indptr`` and ``kv_indices``. Plain torch.
-
-It knows neither pages nor requests' rows of a table, and nothing of the kit.
+"""A kernel with the interface of SGLang's and LightLLM's: keys by slot, through ``kv_indptr`` and ``kv_indices``. It is
+plain torch, uses neither pages nor rows of a request table, and imports nothing from the kit.
 """
 
 from __future__ import annotations

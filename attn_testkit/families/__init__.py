@@ -1,5 +1,6 @@
-"""Families: what a layer computes, and what is right. A family is one ``Family``; everything else asks ``family_of``.
+"""Families: the computation of a layer, and its right results. A family is one ``Family``; everything else asks
+``family_of``.
 
-``softmax`` is attention over visible keys. The package of a family holds all of it; modes, graphs, poison, isolation
-and reports know none. A family never learns a backend's name.
+``softmax`` is attention over visible keys. Everything about a family is in its package; modes, graphs, poison,
+isolation and reports import no family. A family never gets a backend's name.
 """

@@ -40,11 +40,11 @@ class _Answer:
     lse_limit: torch.Tensor | None
     """[L, T, P, Hq]."""
     key_sum: torch.Tensor | None
-    """[L, T, Hq]: of codes, where every key has the weight 1, the sum of a row's weights: its keys, and a sink's share.
-    None for other data."""
+    """[L, T, Hq]: for data of codes, where every key has the weight 1, the sum of a row's weights: its keys, and a
+    sink's share. None for other data."""
     key_factor: torch.Tensor | None
-    """[L, T, Hq]: of codes, the part by which all weights of a row may be off alike; NaN: its keys cannot be counted.
-    None for other data."""
+    """[L, T, Hq]: for data of codes, the relative error that all weights of a row may share; NaN: its keys cannot be
+    counted. None for other data."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
     """The answer for one step of a schedule, and the limits. ``pattern``: see ``Family.data``.
 
     The answer is cached, because eager, graph and every backend are compared with the same numbers. The cache does not
-    keep the data: those of long requests are larger by far.
+    keep the data, which are much larger for long requests.
     """
     return Expected(
         **vars(_answer(schedule, step, pattern)), data=family_of(schedule.case).data(schedule, step, pattern)
@@ -67,7 +67,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
 
 
 def expect_of(schedule: Schedule, data: StepData) -> Expected:
-    """The answer for numbers of any origin: hidden states and logits of every row."""
+    """The answer for data of any origin: hidden states and logits of every row."""
     return Expected(**vars(replace(_of(schedule, data, None, given=False), key_sum=None, key_factor=None)), data=data)
 
 
@@ -93,7 +93,8 @@ def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
 
 
 def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given: bool) -> _Answer:
-    """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: new rows are attended as given."""
+    """``rows`` [R] int64: rows with hidden states and logits; None: all. ``given``: new rows are attended to as
+    given."""
     case = schedule.case
     answer = family_of(case).answer(schedule, data, given)
     own = _own(case, answer.limit)
@@ -117,7 +118,7 @@ def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given:
 
 
 def _own(case: Case, limit: torch.Tensor) -> torch.Tensor:
-    """[L, T, Hq, Dv]: zero where a layer has no such head or dim, and so nothing that rounding could move."""
+    """[L, T, Hq, Dv]: ``limit``, with zeros in heads and dims that a layer does not have."""
     if not case.head_maps:
         return limit
     return torch.stack([each.q_whole(each.q_part(of)) for each, of in zip(case.head_maps, limit, strict=True)])

@@ -1,4 +1,5 @@
-"""``Family``: all that a family of layers has to say. Modes, graphs, poison, isolation and reports know none of it."""
+"""``Family``: everything that defines a family of layers. Modes, graphs, poison, isolation and reports do not depend on
+it."""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ class Answer:
     lse_limit: torch.Tensor | None = None
     """[L, T, P, Hq]."""
     key_sum: torch.Tensor | None = None
-    """[L, T, Hq]: with codes as data, the sum of a row's weights if each key has the weight 1. None in a family that
-    has no such weights."""
+    """[L, T, Hq]: with codes as data, the sum of a row's weights if each key has the weight 1. None in a family without
+    such weights."""
     key_factor: torch.Tensor | None = None
-    """[L, T, Hq]: the relative error that all weights of a row may share; NaN where its keys cannot be counted."""
+    """[L, T, Hq]: the relative error that all weights of a row may share; NaN if its keys cannot be counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,8 @@ class Stored:
     rows: torch.Tensor
     """[L, rows of a slot, n, Hk, D] in the dtype of the memory."""
     limit: torch.Tensor | None = None
-    """Float64, of the shape of ``rows``: the largest allowed error of each element. None: memory holds copies, and is
-    compared in bits."""
+    """Float64, of the shape of ``rows``: the largest allowed error of each element. None: memory holds copies and is
+    compared bit for bit."""
 
 
 class Watch(Protocol):
@@ -64,10 +65,10 @@ class Watch(Protocol):
     def fill(
         self, name: tuple[Schedule, Step, str | None], held: Callable[[], tuple[_Ints, _Bytes]], unowned: float
     ) -> None:
-        """Have some slots hold rows, and all other memory ``unowned``."""
+        """Fill some slots with rows, and all other memory with ``unowned``."""
 
     def clear(self) -> None:
-        """Leave memory as a server has it when it captures."""
+        """Prepare memory as in a server at capture."""
 
     def clear_page_0(self) -> None:
         """Fill page 0 with zeros."""
@@ -79,21 +80,21 @@ class Watch(Protocol):
         """Compare on the device, without a wait."""
 
     def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
-        """Slots that changed, and what they hold."""
+        """Slots that changed, and their contents."""
 
     def outside(self, found: Sequence[_Bytes]) -> _Ints:
         """Bytes that changed and belong to no slot."""
 
 
 class Question(StrEnum):
-    """Question about a wrong row, which diagnosis puts to a backend by running the step again with other data."""
+    """Question about a wrong row, which diagnosis answers by running the step again with other data."""
 
     ATTENDED_KEYS = "attended keys"
     """Keys that had weight in the row."""
     MISROUTED_ROWS = "misrouted rows"
     """Request and row whose result it is."""
     NAMED_PATTERNS = "named patterns"
-    """Patterns in ``diagnosis/hints`` that the two above fit."""
+    """Patterns in ``diagnosis/hints`` that fit the answers of the two questions above."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,7 @@ class Supposition:
     """The answer of a backend that makes one mistake."""
 
     text: str
-    """The mistake, for people. Diagnosis prints it where every wrong row is right for ``answer``."""
+    """The mistake in words. Diagnosis prints it if every wrong row is right for ``answer``."""
     answer: Answer
 
 
@@ -123,13 +124,13 @@ class Image(Protocol):
 
 
 class Held(Protocol):
-    """Says what live requests have in memory before a step or after it."""
+    """Returns the memory contents of live requests before or after a step."""
 
     def __call__(
         self, schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = ...
     ) -> tuple[_Ints, _Bytes]:
-        """Slots [n], and the bytes of their rows. ``unowned``: what a row holds that must not be read; NaN, or a
-        number to find out where a NaN came from."""
+        """Slots [n], and the bytes of their rows. ``unowned``: contents of rows that must not be read: NaN, or a number
+        to find out where a NaN came from."""
 
 
 def _new_slots(data: StepData) -> _Ints:
@@ -155,31 +156,32 @@ def _nothing_more(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory that outlives a step: what it holds before, how it is watched, and what a step leaves in it."""
+    """The memory that outlives a step: its contents before a step, its watch, and its contents after a step."""
 
     watch: Callable[[BackendContext, Schedule], Watch]
     """(context of an instance, its first schedule) -> a watch."""
     held: Held
     image: Image
     stored: Callable[[StepData], Stored]
-    """Data of a step -> what it leaves, and how far that may be off."""
+    """Data of a step -> the contents of memory after it, and their limits."""
     due: Callable[[StepData], _Ints] = _new_slots
     """Data of a step -> slots that it writes, [n]."""
     carry: Callable[[Watch, torch.Tensor, tuple[Schedule, Step, str | None]], None] = _never_carried
-    """(watch, slots that the step before wrote, [n] on the device, name of the next as ``Watch.fill`` gets it): take
-    memory as that step left it for the memory before the next (``Step.follows``)."""
+    """(watch, slots that the step before wrote, [n] on the device, name of the next as ``Watch.fill`` gets it): use the
+    memory after that step as the memory before the next (``Step.follows``)."""
     before_commit: Callable[[Watch], None] = _nothing_noted
-    """Note what a verify changed, right before its commit."""
+    """Note the changes of a verify, right before its commit."""
     noted: Callable[[Watch, Sequence[_Bytes]], Mapping[str, Noted]] = _nothing_more
-    """(watch, results of its ``look``): name -> what checks of the family read besides slots and rows."""
+    """(watch, results of its ``look``): name -> further data that checks of the family read, in addition to slots and
+    rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """The numbers of texts, for greedy-equivalence loops: those of a token follow from its id."""
+    """The data of texts, for greedy-equivalence loops: the values of a token follow from its id."""
 
     vocabulary: Callable[[Case], Vocabulary]
-    """Case -> the numbers of every token id."""
+    """Case -> the values of every token id."""
     data: Callable[[Schedule, Sequence[Sequence[int]]], StepData]
     """(schedule, tokens of each text) -> input of the oracle for plain decode, a row for each token."""
 
@@ -201,37 +203,38 @@ class Family:
     """One family of layers.
 
     ``layers``, ``data`` and ``memory`` run in the worker, too; ``answer`` and ``supposed`` only in the judge. A worker
-    cannot call the functions of the modules that these two are defined in (``running/hygiene/oracle_sealed.py``).
+    cannot call the functions of the modules in which these two are defined (``running/hygiene/oracle_sealed.py``).
     """
 
     name: str
     """Name, which a ``HeadLayout`` refers to."""
     features: frozenset[str]
-    """Names of the features of cases that mean something (``cases/features``). In all others a case has the
+    """Names of the features of cases that apply (``cases/features``). In all other features a case has the
     default."""
     layers: Callable[[Fields], tuple[AttentionLayer, ...]]
-    """Case -> the layers of the test model. They differ in everything that a layer of the family may differ in."""
+    """Case -> the layers of the test model. They differ in every property in which layers of the family may differ."""
     data: Callable[[Schedule, Step, str | None], StepData]
-    """(schedule, step, data pattern other than the case's) -> what the model looks up, and what memory holds."""
+    """(schedule, step, data pattern other than the case's) -> the data that the model looks up and that memory
+    holds."""
     memory: Memory
     """The memory that outlives a step."""
     answer: Callable[[Schedule, StepData, bool], Answer]
-    """(schedule, data, whether new rows are attended as given): outputs, and how far they may be off."""
+    """(schedule, data, True if new rows are attended to as given): outputs and their limits."""
     texts: Texts | None = None
     """Numbers of texts; None: the family has no greedy-equivalence loop."""
     questions: frozenset[Question] = frozenset()
     """Questions that diagnosis may ask. It asks no other."""
     supposed: Callable[[Schedule, StepData], Iterator[Supposition]] = _nothing_supposed
-    """(schedule, data): what backends with usual mistakes would give, the likeliest first."""
+    """(schedule, data): results of backends with usual mistakes, the likeliest first."""
     supposed_of_slots: Callable[[Schedule, StepData, Step], Iterator[Supposition]] = _nothing_supposed_of_slots
     """(schedule, data, step): the same for mistakes that read slots of others, over memory whose unowned slots hold
-    zeros. The limit of a row of which nothing is known is infinite. The answer of a row without a key is NaN."""
+    zeros. The limit of a row with an unknown answer is infinite. The answer of a row without a key is NaN."""
     poisoned: str = "unowned slots"
     """Memory that holds NaN and must not be read, in the plural: for the text of a failure."""
     reads: str = "reads-own-kv"
     """Id of the check that fails if such memory is read."""
     unread: str = ""
-    """Keys of a step's own requests among it, in the plural; empty: there are none."""
+    """Keys of a step's own requests that hold NaN and must not be read, in the plural; empty: there are none."""
     with_unread_finite: Callable[[Step], Step] = _unchanged
     """Step -> the same step with numbers in those keys instead of NaN."""
     counts_keys: bool = False

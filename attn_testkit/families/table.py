@@ -1,4 +1,4 @@
-"""The table of families. A family of the kit is a row here; a test registers its own."""
+"""The table of families. The families of the kit are rows here; a test may register its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT, HYBRI
 
 
 def register(family: Family) -> None:
-    """Add a family. Raises ``ValueError`` for the name of another one, for features that there are not, and
-    without those that every case has a value in.
+    """Add a family. Raises ``ValueError`` for a name that exists already, for unknown features, and if a feature is
+    missing in which every case has a value.
     """
     unknown = family.features - {feature.name for feature in FEATURES}
     if unknown:
@@ -30,12 +30,12 @@ def register(family: Family) -> None:
         missing = ", ".join(sorted(needed - family.features))
         raise ValueError(f"family {family.name!r} leaves out {missing}, in which every case has a value; add them")
     if FAMILIES.get(family.name, family) is not family:
-        raise ValueError(f"there is another family {family.name!r}; give it another name")
+        raise ValueError(f"a family named {family.name!r} exists already; choose another name")
     FAMILIES[family.name] = family
 
 
 def family_of(case: Fields) -> Family:
-    """The family of a case. Raises ``KeyError`` where nobody registered the one that its head layout names."""
+    """The family of a case. Raises ``KeyError`` if the family that its head layout names is not registered."""
     name = SPARSE.name if case.selection else HYBRID.name if case.layers.hybrid else case.heads.layout.family
     if name not in FAMILIES:
         raise KeyError(f"head layout {case.heads.family!r} is of family {name!r}, which nobody registered")
@@ -43,12 +43,12 @@ def family_of(case: Fields) -> Family:
 
 
 def meaningless(case: Fields) -> list[str]:
-    """Names of features in which a case has its own value, and which mean nothing in its family."""
+    """Names of features that mean nothing in the family of a case, although the case has a value for them."""
     return [each.name for each in _outside(case) if any(getattr(case, n) != DEFAULTS[n] for n in each.fields)]
 
 
 def meaningful(case: C) -> C:
-    """The case with the default of everything that means nothing in its family."""
+    """The case with the default for every feature that means nothing in its family."""
     changes: dict[str, Any] = {name: DEFAULTS[name] for each in _outside(case) for name in each.fields}
     return replace(case, **changes) if meaningless(case) else case
 

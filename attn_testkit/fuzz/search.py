@@ -24,7 +24,8 @@ _EXAMPLES_OF_A_SEARCH = 1_000_000
 
 
 class TimeUp(BaseException):
-    """The time or the number of case-runs is up. Not an ``Exception``, which Hypothesis would take for a failure."""
+    """The time or the number of case-runs is up. It is not an ``Exception``, which Hypothesis would treat as a
+    failure."""
 
 
 class _Failed(Exception):

@@ -40,7 +40,7 @@ class _Draws:
 def random_cases(declared: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
     """Cases of a mode. Raises ``ValueError`` if the other capabilities allow none."""
     if not smallest_heads_first(declared):
-        raise ValueError(f"{mode} is declared, and no head layout with it")
+        raise ValueError(f"{mode} is declared, but no head layout that goes with it is")
     # Cases longer than declared are drawn again: few are, and their length depends on all fields.
     return _cases(declared, mode).filter(lambda case: case.context_len <= declared.max_context_len)
 

@@ -1,6 +1,6 @@
 """Memory of a GPU at an address that the caller chooses, by CUDA's virtual memory management.
 
-Addresses are reserved apart from memory, so a pool across a multiple of 4 GiB takes no more memory than another one.
+Addresses are reserved separately from memory, so a pool across a multiple of 4 GiB needs no extra memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .driver import Refused, driver_api, value_of
 
 
 def map_across(multiple: int, nbytes: int, below: int) -> torch.Tensor | None:
-    """Map [nbytes] uint8 on the current device, of which the first ``below`` bytes lie below a multiple of ``multiple``
-    and the others from it on. The memory is given back with the last tensor that uses it.
+    """Map [nbytes] uint8 on the current device, so that a multiple of ``multiple`` is right after the first ``below``
+    bytes. The memory is freed with the last tensor that uses it.
 
     ``multiple`` is a power of 2, and at least the size that the driver maps, 2 MiB. None if the ``cuda-bindings``
     package, on which torch's builds for CUDA depend, is missing, or the driver has no room.
@@ -32,7 +32,7 @@ def map_across(multiple: int, nbytes: int, below: int) -> torch.Tensor | None:
 
 
 class _Mapping:
-    """Mapped memory, as ``torch.as_tensor`` takes it: the tensor's storage keeps this object alive."""
+    """Mapped memory, in the form for ``torch.as_tensor``: the tensor's storage keeps this object alive."""
 
     def __init__(self, driver: Any, multiple: int, nbytes: int, below: int) -> None:
         location = driver.CUmemLocation()
@@ -63,7 +63,7 @@ class _Mapping:
 
 
 def _give_back(undo: Sequence[tuple[Any, ...]]) -> None:
-    """Call what undoes a mapping, the last part first, once no kernel uses it."""
+    """Undo a mapping, the last part first, once no kernel uses it."""
     if len(undo) > 1:
         torch.cuda.synchronize()
     for function, *arguments in reversed(undo):

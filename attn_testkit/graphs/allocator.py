@@ -1,4 +1,4 @@
-"""The device's caching allocator: its free blocks, and memory that it reserves without need."""
+"""The device's caching allocator: its free blocks, and memory that it reserves unnecessarily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SMALL = 1 << 20
 
 
 def free_blocks() -> Iterator[tuple[int, int]]:
-    """(bytes, stream's address) of requests that take the default pool's free blocks and make it reserve nothing."""
+    """(bytes, stream's address) of requests that use the default pool's free blocks without reserving more."""
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         # Private pools (of captured graphs) are not ours to take from.
         if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
@@ -29,7 +29,7 @@ def free_blocks() -> Iterator[tuple[int, int]]:
 
 
 _IDLE_BYTES = 1 << 30
-"""Reserved and unused memory of a device beyond which it is given back."""
+"""Bytes of reserved and unused device memory above which it is freed."""
 
 
 def give_back_idle_memory() -> None:

@@ -1,6 +1,7 @@
 """A stream that is busy until the host is done: a kernel waits for a number that the host writes to pinned memory.
 
-The kernel ends by itself after ``MOST_NS``, so a backend that waits for the device meanwhile does not wait for ever.
+The kernel ends by itself after ``MOST_NS``, so a backend that waits for the device in the meantime does not wait for
+ever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .driver import driver_api, value_of
 MOST_NS = 200_000_000
 """Nanoseconds after which a kernel ends, whatever the host does."""
 _CYCLES = 200_000_000
-"""Cycles of a wait that does not ask the host: some 100 ms."""
+"""Cycles of a wait without a host: about 100 ms."""
 _PTX = b"""
 .version 7.0
 .target sm_70
@@ -65,7 +66,7 @@ def hold() -> Callable[[], None]:
 
 @lru_cache
 def _done() -> Any:
-    """int32 [1] in pinned memory, as numpy's: what watches the operators of a step sees nothing of it."""
+    """int32 [1] in pinned memory, as a numpy array, so that watchers of torch operators do not see its use."""
     return torch.zeros(1, dtype=torch.int32).pin_memory().numpy()
 
 

@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Captured(Generic[T]):
-    """A graph, and the tensors that its callable returned: they live in the graph's own memory."""
+    """A graph, and the tensors that its callable returned, which are in the graph's memory."""
 
     graph: Any
     outputs: T
 
     def replay(self) -> None:
-        """Run the recorded kernels again. They are queued; their errors show at the next synchronization."""
+        """Run the recorded kernels again. They are queued, and their errors appear at the next synchronization."""
         self.graph.replay()
 
 
@@ -45,7 +45,7 @@ def warm_up(run_once: Callable[[], T], stream: torch.cuda.Stream, times: int) ->
 def record(run_once: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> Captured[T]:
     """Record ``run_once`` on the side stream of its warm-up.
 
-    ``pool`` is shared by all graphs of a server, so that one graph's dead outputs are another's scratch memory. Raises
+    ``pool`` is shared by all graphs of a server, so one graph's dead outputs become another's scratch memory. Raises
     what ``run_once`` raises, and ``RuntimeError`` for what CUDA forbids in a capture.
     """
     graph = torch.cuda.CUDAGraph()

@@ -110,14 +110,14 @@ def forget_compiled() -> None:
 
 
 _ROOM = 5
-"""Number of compilations of a function that a run may count on; torch's own limit is 8."""
+"""Number of compilations of a function that a run may need; torch's own limit is 8."""
 
 
 def make_room() -> None:
     """Reset torch.compile if it is near its limit. Called at the point where a server would start.
 
     torch.compile stops compiling a function after ``recompile_limit`` compilations. In a server these are the
-    configurations of one model; a process of the kit runs those of many.
+    configurations of one model, but a process of the kit runs many models.
     """
     if room_left() < _ROOM:
         forget_compiled()
@@ -169,7 +169,7 @@ _NO_LIMIT = 1 << 20
 def while_compilers_work(begins: Callable[[str], object], ends: Callable[[], object]) -> Iterator[None]:
     """Call ``begins`` with the work's name when a compiler or tuner starts inside the block, ``ends`` when it is done.
 
-    Of those that work inside one another only the outermost, and of packages that are imported before the block.
+    Only the outermost of nested ones counts, and only packages that were imported before the block.
     """
     depth = 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Refused(Exception):
-    """Raised if the driver does not give what was asked for."""
+    """Raised if the driver refuses a request."""
 
 
 def value_of(answer: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Device tensors that a backend keeps, and the memory that they lie in."""
+"""Device tensors that a backend keeps, and their memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def block_of(tensor: torch.Tensor) -> tuple[int, int]:
 def tensors_held_by(backend: object, skip: tuple[object, ...] = ()) -> dict[str, torch.Tensor]:
     """Every device tensor reachable from an object's attributes, by path such as ``_plans[4].lens``.
 
-    ``skip``: objects not to look into. Empty tensors, callables, classes and what lies deeper than five attributes are
+    ``skip``: objects not to look into. Empty tensors, callables, classes and objects deeper than five attributes are
     left out.
     """
     found: dict[str, torch.Tensor] = {}

@@ -15,9 +15,9 @@ from .compilers import while_compilers_work
 def host_syncs_forbidden(forbidden: bool = True, worked: Callable[[str], object] = lambda work: None) -> Iterator[None]:
     """Raise ``RuntimeError`` for any operation inside the block that makes the host wait for the device.
 
-    Switching that off raises too: otherwise a plan could wait unseen and switch it on again. A compiler or tuner inside
-    the block may wait: it does so once per kernel, and if it is refused it gives the kernel up for good. ``worked`` is
-    called with each, also if waits are not ``forbidden``.
+    Disabling this detection raises too: otherwise a plan could disable it, wait, and enable it again. A compiler or
+    tuner inside the block may wait: it does so once per kernel, and if it is refused it abandons the kernel for good.
+    ``worked`` is called with each, also if waits are not ``forbidden``.
     """
     if not forbidden:
         with while_compilers_work(worked, lambda: None):

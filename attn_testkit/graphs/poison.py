@@ -1,8 +1,8 @@
 """Exposure of stale addresses: churn the heap after capture, and fill every freed block with NaN.
 
-Captured kernels read addresses, not tensors. A workspace that was freed after capture keeps its old numbers until
-somebody else is given the block; a test that never gives it away sees nothing. Here the kit takes every free block of
-the allocator, fills it with 0xFF (NaN in every float dtype, -1 in every integer) and holds it. A replay that reads one
+Captured kernels read addresses, not tensors. A workspace that was freed after capture keeps its old values until the
+block is allocated again; a test without further allocations sees nothing. Here the kit takes every free block of the
+allocator, fills it with 0xFF (NaN in every float dtype, -1 in every integer) and holds it. A replay that reads one
 returns NaN or faults; a replay that writes one is caught by the canary, even when its own output is right.
 """
 
@@ -32,7 +32,7 @@ _WATCHED_BYTES = 8 << 20
 def fill_with_poison(tensor: torch.Tensor, byte: int = 0xFF) -> None:
     """Fill every byte of the tensor's elements with 0xFF: NaN, or -1; True for bool. Works for strided views.
 
-    Another ``byte`` shows whether a value was left unchanged or computed.
+    A second run with another ``byte`` tells unchanged values from computed ones.
     """
     target, value = poisoned(tensor, byte)
     target.fill_(value)
@@ -55,8 +55,8 @@ _FRESH = (512 << 10,) * 8 + (9 << 20,) * 4 + (64 << 20,)
 def dirty_fresh_memory(byte: int = 0xFF) -> None:
     """Make the blocks that an allocator hands out next hold ``byte``, as far as its free blocks go.
 
-    A young process is given zeroed pages, so a workspace or a counter that must be zero and is never cleared works
-    there and nowhere else (flashinfer #1444).
+    A young process gets zeroed pages, so a workspace or counter that must be zero but is never cleared works only there
+    (flashinfer #1444).
     """
     with contextlib.suppress(RuntimeError):  # no memory, or a lost context: what runs next reports it
         blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in _FRESH]
@@ -70,7 +70,7 @@ _UNINITIALISED = frozenset(
 
 
 class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which every tensor that torch makes without numbers holds ``byte``, instead of freed values.
+    """Mode in which every tensor that torch creates uninitialized holds ``byte`` instead of old values.
 
     For re-runs after a failure: it costs some microseconds per operator. Not for a capture, where it would record
     kernels that the backend does not launch. Compiled code runs as compiled, and its own allocations are not seen.
@@ -87,8 +87,8 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep torch.compile working: otherwise it runs a function eagerly that is called inside the mode, and never
-        compiles it again in this process."""
+        """Keep torch.compile working: otherwise it would run functions eagerly that are called inside the mode, and
+        never compile them again in this process."""
         return True
 
     def __torch_dispatch__(
@@ -128,7 +128,7 @@ class Canaries:
     def extremes(self) -> tuple[tuple[torch.Tensor, int], ...]:
         """Bytes of the smallest and the largest word of all watched blocks, on the device, and how many bytes.
 
-        In three kernels: there may be hundreds of blocks. Nothing if there is none.
+        It uses three kernels, because there may be hundreds of blocks. None if there is no block.
         """
         # The allocator's blocks are multiples of 512 bytes.
         wide = [block.view(torch.int64) for block in self._watched()]
@@ -142,7 +142,8 @@ class Canaries:
         return ((torch.stack(torch.aminmax(copied)).view(torch.uint8), 16),)
 
     def damaged(self, extremes: npt.NDArray[np.uint8]) -> tuple[str, ...]:
-        """Messages about blocks that were written to. ``extremes``: the bytes of the result of the method of that name.
+        """Messages about blocks that were written to. ``extremes``: the bytes that the method ``extremes`` returns, on
+        the host.
 
         Poisons the blocks again, so that each damage is reported once.
         """

@@ -1,1 +1,1 @@
-"""A failing case made small: few features that are not as in the plain case of its mode, and small values of them."""
+"""A failing case made small: it differs from the plain case of its mode in few features, and has small values."""

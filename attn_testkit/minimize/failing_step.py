@@ -1,4 +1,4 @@
-"""The step in which a case fails, as a case of its own: its batch is that step's."""
+"""The step in which a case fails, as a separate case with the batch of that step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..steps.schedule import Step, make_schedule
 
 
 def failing_step(case: Case, result: CaseResult) -> Step | None:
-    """The first replay that a result names, if it is behind the case's own batch; None for anything else."""
+    """The first replay that a result names, if it comes after the case's own batch; None for anything else."""
     for finding in result.findings:
         if found := re.search(r"\breplay (\d+) of \d+", finding.step):
             steps = make_schedule(case).steps
@@ -23,7 +23,7 @@ def failing_step(case: Case, result: CaseResult) -> Step | None:
 
 
 def case_of_step(case: Case, step: Step) -> Case | None:
-    """``case`` with the requests, rows, slots, padding and data of ``step``; None if no id can say it."""
+    """``case`` with the requests, rows, slots, padding and data of ``step``; None if no case id can express it."""
     changes: dict[str, Any] = {
         "prefixes": tuple(request.decoder_prefix for request in step.requests),
         "bucket": step.bucket,

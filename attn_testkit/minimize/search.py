@@ -23,11 +23,11 @@ from ..results.case_result import BAD, CaseResult, Status, failed_check
 from .failing_step import case_of_step, failing_step
 
 FEATURES: Mapping[str, Simpler] = {each.name: each.simpler for each in ALL if isinstance(each.simpler, Simpler)}
-"""Features by name, in the order in which they are printed: that of a case id's words."""
+"""Features by name, in the order in which they are printed, which is the order of a case id's words."""
 
 _SEEDS = (1, 2, 3)
 _MOST_FOR_SEEDS = 5
-"""Number of features beyond which no other seeds are tried: each pair of them takes one case-run per seed."""
+"""Number of features beyond which no other seeds are tried: each pair needs one case-run per seed."""
 
 
 class TimeUp(Exception):
@@ -91,7 +91,7 @@ class Search:
     plain_passes: bool = False
     """True if such a case is known; else ``minimal`` is the minimal case, which fails."""
     needs_steps_before: str = ""
-    """The step that fails, if it passes where it is the first one; empty if it fails there too, or is the first."""
+    """The step that fails, if it passes as the first step; empty if it also fails there, or is the first."""
     _results: dict[str, CaseResult] = field(default_factory=dict)
     _begun: float = field(init=False)
 
@@ -128,7 +128,7 @@ class Search:
         self.minimal = candidates[0]
 
     def _begin_with_the_failing_step(self) -> None:
-        """Take the step that fails as the case's own batch, if it fails there too."""
+        """Use the failing step as the case's own batch, if it also fails there."""
         assert self.first is not None
         step = failing_step(self.case, self.first)
         alone = case_of_step(self.case, step) if step else None
@@ -187,8 +187,8 @@ class Search:
         return case
 
     def _make_plain_with_seeds(self) -> bool:
-        """Replace two features at once by a seed. Derived parameters may be all that they contribute to the failure,
-        and a seed changes those too.
+        """Replace two features at once by a seed. The two features may only contribute derived parameters to the
+        failure, and a seed changes those too.
         """
         odd = self.odd()
         if "seed" in odd or not 2 < len(odd) <= _MOST_FOR_SEEDS:
@@ -221,7 +221,7 @@ class Search:
         return False
 
     def _keeps(self, case: Case | None) -> bool:
-        """Take a case as the smallest if it is declared, nearer to the minimal one, and fails like the first one."""
+        """Store a case as the smallest if it is declared, nearer to the minimal one, and fails like the first one."""
         if case is None or self._cost(case) >= self._cost(self.case) or not_declared(self.declared, case):
             return False
         result = self._result(case)

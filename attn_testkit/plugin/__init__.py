@@ -1,6 +1,6 @@
 """The pytest plugin: ``pytest --pyargs attn_testkit.suite --attn-backend=SPEC``.
 
-It is loaded in every pytest run of every user, so nothing here imports torch before the suite is really collected.
+It is loaded in every pytest run of every user, so nothing here imports torch before the suite is collected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Store the session's state; on a worker, take the GPU that the controller assigned."""
-    config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite takes")
+    config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite runs")
     config.addinivalue_line("markers", f"{MARK}(backend, ..., tier=...): one test per case-run, like conformance_cases")
     shard = plugin_options.shard(config)
     config.stash[OWN_TESTS] = OwnTests(shard, SharedPlans(_workerinput(config).get("attn_plans", "")))
@@ -99,7 +99,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Return one line, if a backend was requested."""
+    """Return one line for the header, if a backend was requested."""
     request = config.stash[SESSION].request
     if not request.backends:
         return []
@@ -108,7 +108,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test per case-run, of a decorated test or of the mode that a test of the suite is marked with."""
+    """Make one test per case-run, for a decorated test, or for the mode with which a test of the suite is marked."""
     parametrize(metafunc, metafunc.config.stash[OWN_TESTS])
     if "attn_item" not in metafunc.fixturenames:
         return

@@ -1,4 +1,4 @@
-"""The plugin's options and their ini values: those of a run, and its own."""
+"""The plugin's options and their ini values: options of a run, and options of pytest only."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _help(option: RunOption) -> str:
 
 
 def _action(option: RunOption) -> dict[str, Any]:
-    """Words for pytest's parser. An option with an ini value has no default here."""
+    """Arguments for pytest's parser. An option with an ini value has no default here."""
     if option.kind is SWITCH:
         return {"action": "store_true"}
     read = {"type": _reader(option.kind), "metavar": option.kind.metavar}
@@ -115,7 +115,7 @@ def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tupl
 def selected_by(config: pytest.Config) -> str:
     """The arguments of pytest itself that select tests, as written; empty if there are none.
 
-    What a hook or another plugin deselects is not among them: nobody reads of it on the command line.
+    Deselections by a hook or another plugin do not count: the command line does not show them.
     """
     option = config.option
     words = [

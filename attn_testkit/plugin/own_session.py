@@ -16,11 +16,12 @@ from ..results.case_result import BAD, RAN, CaseResult
 from .own_tests import MARK, OwnTests
 
 MOST_NAMED = 5
-"""Number of tests that a problem names; it counts the rest."""
+"""Number of tests that a message names; the rest are counted."""
 
 
 class OwnSession:
-    """State of the process that has the terminal. Its hooks also serve the suite, which has its own results."""
+    """State of the process that owns the terminal. Its hooks also serve the suite, whose results are kept
+    separately."""
 
     def __init__(self, own: OwnTests, *, verbose: bool) -> None:
         self._own, self._verbose = own, verbose
@@ -34,13 +35,14 @@ class OwnSession:
         self.problems: list[str] = []
 
     def take(self, seen: Iterable[Sequence[str]], in_shard: tuple[int, int]) -> None:
-        """Take what a worker of xdist has seen when it ends. All of them collect the same tests."""
+        """Store the results of an xdist worker that ends. All workers collect the same tests."""
         self._in_shard = in_shard
         self._from_workers += [(nodeid, status) for nodeid, status in seen]
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a result, and shorten the text of a failure whose cause was printed: reports in files come before."""
+        """Note a result, and shorten the text of a failure whose cause was printed already; report files are written
+        earlier."""
         if MARK in report.keywords:
             self._outcomes.setdefault(report.nodeid, set()).add(report.outcome)
         own: dict[str, Any] | None = getattr(report, "attn_own_result", None)

@@ -50,7 +50,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of a decorated test: a case-run, a row that is known without running, or a sentence that fails."""
+    """One parameter of a decorated test: a case-run, a result that needs no run, or a message with which the test
+    fails."""
 
     id: str
     header: RunHeader
@@ -68,10 +69,11 @@ def conformance_cases(
         def test_conformance(attn_case):
             attn_case()
 
-    Calling ``attn_case`` runs the case-run and fails, xfails (a known failure) or skips (not runnable here) the test;
-    a test that does not call it fails. It has ``backend``, ``mode``, ``execution`` and ``case``. The backend runs in
-    its own process; pytest never imports a spec. If no case-run can run, one test fails with the reason. Arguments are
-    those of ``check_backend``; ``known_failures`` is looked for next to the file of the test and in pytest's root.
+    Calling ``attn_case`` runs the case-run and fails, xfails (a known failure) or skips (not runnable here) the test; a
+    test that does not call it fails. Its attributes are ``backend``, ``mode``, ``execution`` and ``case``. The backend
+    runs in its own process; pytest never imports a spec. If no case-run can run, one test fails with the reason.
+    Arguments are those of ``check_backend``; ``known_failures`` is looked for next to the file of the test and in
+    pytest's root.
 
     Raises ``UsageError``. An error that only planning can find, such as a backend that cannot be imported, is reported
     when the test is collected.
@@ -80,7 +82,7 @@ def conformance_cases(
 
 
 def _wanted(*backends: str | type[Any], **arguments: Any) -> Wanted:
-    """The request of the arguments, which decorator, mark and fixture share. Raises ``UsageError``."""
+    """Make the request from the arguments, which decorator, mark and fixture share. Raises ``UsageError``."""
     if not backends:
         raise UsageError("no backend is named; write conformance_cases('module:Class') or conformance_cases(MyBackend)")
     candidates = [candidate_for(backend) for backend in backends]
@@ -116,7 +118,7 @@ def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
 
 
 def _with_known(wanted: Wanted, folders: Sequence[Path]) -> Wanted:
-    """Look for the file of known failures in the folders; if none has it, it is named in the first."""
+    """Look for the file of known failures in the folders; if none has it, an error names it in the first."""
     if not wanted.request.known_failures:
         return wanted
     places = [folder / wanted.request.known_failures for folder in folders]
@@ -152,10 +154,10 @@ class OwnTests:
 
     def __init__(self, shard: Shard | None = None, shared: SharedPlans | None = None) -> None:
         self.shard = shard
-        """The part of their case-runs that this session makes tests of; None for all."""
+        """The shard whose case-runs become tests of this session; None for all."""
         self._shared = shared or SharedPlans()
         self.in_shard = (0, 0)
-        """Number of tests that are case-runs of the shard, and of all shards; zeros without a shard."""
+        """Numbers of tests in this shard and in all shards; zeros without a shard."""
         self._judges: dict[tuple[Options, str], Judge] = {}
         self._prepared: dict[Wanted, Prepared] = {}
         self.seen: list[tuple[str, str]] = []
@@ -238,7 +240,7 @@ class CaseRun:
         self.case = due.case if due else ""
 
     def __call__(self) -> None:
-        """Run it, and pass, fail, xfail or skip the test accordingly."""
+        """Run the case-run, and pass, fail, xfail or skip the test accordingly."""
         __tracebackhide__ = True
         self._node.stash[_CALLED] = True
         due = self._param.due
@@ -265,11 +267,11 @@ class Check:
     """The fixture ``attn_check``: it tests a backend inside a test, in processes that all tests share."""
 
     def __init__(self, own: OwnTests, folders: Sequence[Path]) -> None:
-        """``folders``: those in which a file of known failures is looked for, in their order."""
+        """``folders``: folders in which a file of known failures is looked for, in this order."""
         self._own, self._folders = own, folders
 
     def __call__(self, *backends: str | type[Any], **arguments: Unpack[CaseArguments]) -> Results:
-        """Check backends; arguments are those of ``conformance_cases``.
+        """Check backends; the arguments are the same as for ``conformance_cases``.
 
         Fails the test with the verdict and the failures unless they conform; else returns the ``Results``. Raises
         ``UsageError`` for a wrong request, and ``JudgeError`` if the judge's process died.
@@ -293,7 +295,7 @@ def uncalled(item: pytest.Item) -> str:
 
 
 def cannot_run(item: pytest.Item) -> bool:
-    """True for the test of a row that cannot run on this machine, so that skipping it leaves nothing out."""
+    """True for the test of a case-run that cannot run on this machine, so skipping it loses nothing."""
     callspec = getattr(item, "callspec", None)
     param = callspec.params.get(FIXTURE) if callspec else None
     return isinstance(param, Param) and isinstance(param.due, CaseResult) and param.due.status is Status.NOT_RUN_HERE

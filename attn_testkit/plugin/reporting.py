@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 OWN_RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
-"""The result of a test that ``conformance_cases`` decorates: it is in the summary by cause, and not in the verdict."""
+"""The result of a test that ``conformance_cases`` decorates: it counts in the summary by cause, but not in the
+verdict."""
 
 
 class CaseFailed(AssertionError):
@@ -37,7 +38,7 @@ class Run:
         self._session, self._node = session, node
 
     def __call__(self, item: Item) -> None:
-        """Run it, keep the result, and pass, fail, xfail or skip the test accordingly."""
+        """Run the case-run, keep its result, and pass, fail, xfail or skip the test accordingly."""
         __tracebackhide__ = True
         result = self._session.run(item)
         self._node.stash[RESULT] = result

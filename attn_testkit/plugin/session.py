@@ -84,11 +84,11 @@ class Session:
     planned: Plan | None = None
     """The controller's plan, on a worker of xdist."""
     judge_place: str = ""
-    """The place of the judge that the controller's has forked, on a worker of xdist."""
+    """Address of the judge that the controller's judge has forked, on a worker of xdist."""
     prepared: Prepared | None = None
     header: RunHeader | None = None
     due: dict[str, Item] = field(default_factory=dict)
-    """Node id -> what it runs, for every test of the suite that was selected."""
+    """Node id -> case-run, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
     show_not_covered: bool = False
     problems: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Session:
     _judge: Judge | None = None
 
     def plan(self) -> Prepared | None:
-        """The plan, made on first use; None when ``refusal`` says why there is none."""
+        """The plan, made on first use; None if ``refusal`` says why there is no plan."""
         if self.prepared is None and not self.refusal:
             try:
                 if not self.request.backends:
@@ -132,7 +132,7 @@ class Session:
         return self._judge
 
     def judge_for_worker(self) -> str:
-        """The place of a judge for a worker of xdist that starts; empty text if it has to start its own."""
+        """The address of a judge for a new xdist worker; empty if the worker has to start its own."""
         try:
             return self._judge.for_worker() if isinstance(self._judge, JudgeProcess) else ""
         except JudgeError:
@@ -158,7 +158,7 @@ class Session:
         return prepared.ledger.judge(result)
 
     def sort(self, items: list[pytest.Item]) -> None:
-        """Put the tests of the suite into the plan's order, in the places that they have among other tests."""
+        """Put the tests of the suite into the plan's order, in the places that they occupy among other tests."""
         if self.prepared is None:
             return
         planned = {self._id(item): number for number, item in enumerate(self.prepared.items)}
@@ -188,7 +188,7 @@ class Session:
                 spec: (*phrases, f"what {deselected} deselected case-runs cover")
                 for spec, phrases in not_covered.items()
             }
-        by = self.selected_by or f"a hook or plugin of pytest, which took {deselected} tests away"
+        by = self.selected_by or f"a hook or plugin of pytest, which removed {deselected} tests"
         header = narrowed(
             header,
             header.planned - deselected,
@@ -206,7 +206,7 @@ class Session:
             self._keep(result)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the result that came with a report, from this process or a worker."""
+        """Store the result of a report, from this process or a worker."""
         data: dict[str, Any] | None = getattr(report, "attn_result", None)
         if data is not None:
             self._keep(result_from_plain(data))

@@ -1,7 +1,7 @@
 """Plans of decorated tests: the first worker of xdist that needs one makes it, and the others read it.
 
-The controller collects nothing, so it cannot plan them. Its workers share a folder that lives as long as the session:
-no plan in it is of other code, and its name follows from the request.
+The controller collects nothing, so it cannot plan them. Its workers share a folder that exists as long as the session,
+so its plans belong to the present code. The name of a plan's file follows from the request.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..running.planning.request import Plan, Request
 
 
 class SharedPlans:
-    """The plans of one session. Without a folder, and where it is not on this machine, every plan is made."""
+    """The plans of one session. Without a folder on this machine, each worker makes every plan itself."""
 
     def __init__(self, folder: str = "") -> None:
         self._folder = Path(folder) if folder else None
 
     def plan(self, request: Request, make: Callable[[], Plan]) -> Plan:
-        """Return the plan of a request: what another worker has made, else ``make()``. Raises what that raises."""
+        """Return the plan of a request: the plan of another worker, else ``make()``. Raises what ``make`` raises."""
         if self._folder is None or not self._folder.is_dir():
             return make()
         place = self._folder / hashlib.sha256(repr(request).encode()).hexdigest()
@@ -40,7 +40,7 @@ class SharedPlans:
 
 
 def _read(place: Path) -> Plan | None:
-    """The plan in a file; None if there is no file, or something else is in it."""
+    """Return the plan in a file; None if there is no file, or if it holds something else."""
     try:
         found = pickle.loads(place.read_bytes())
     except Exception:

@@ -30,7 +30,7 @@ class XdistHooks:
         self._plans: tempfile.TemporaryDirectory[str] | None = None
 
     def pytest_configure_node(self, node: Any) -> None:
-        """Give a worker that starts its GPU, the plan, and the place of its judge."""
+        """Give a new worker its GPU, the plan, and the address of its judge."""
         worker = node.gateway.id
         node.workerinput["attn_gpu"] = self._slots.take(worker)
         prepared = self._session.prepared
@@ -45,13 +45,13 @@ class XdistHooks:
             self._plans.cleanup()
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Free the GPU of a worker that ended, and take what it has seen."""
+        """Free the GPU of a worker that ended, and store its results."""
         output = getattr(node, "workeroutput", {})
         self._own.take(output.get("attn_seen", ()), output.get("attn_in_shard", (0, 0)))
         self._slots.free(node.gateway.id)
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
-        """Take the expected case-runs from the first worker that has collected; all collect the same."""
+        """Store the expected case-runs of the first worker that has collected; all workers collect the same."""
         if any("attn_testkit" in nodeid or "[" in nodeid for nodeid in ids):
             self._session.begin(ids)
 

@@ -1,1 +1,1 @@
-"""Records of runs, and what is made of them: pages, summaries, comparisons."""
+"""Records of runs, and the pages, summaries and comparisons that are made from them."""

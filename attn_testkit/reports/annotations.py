@@ -1,4 +1,4 @@
-"""Failures as annotations of GitHub, which shows them next to the author's lines of a pull request."""
+"""Failures as GitHub annotations, which appear next to the author's lines in a pull request."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def _relative(file: str) -> str:
 
 
 def _escaped(text: str, *, also: bool = False) -> str:
-    """The text as a workflow command has it; ``also``: as a property of one, whose separators are escaped, too."""
+    """The text, escaped for a workflow command; ``also``: separators to escape, too, in a property of a command."""
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if also else text

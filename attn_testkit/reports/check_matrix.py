@@ -68,7 +68,7 @@ def check_matrices(runs: Sequence[CaseResult]) -> list[CheckMatrix]:
 def reading_order(results: Iterable[CaseResult]) -> tuple[str, ...]:
     """Sort ids in the order in which results list them, the longest list first.
 
-    A page then needs no table of checks, which imports torch, and can show those of another version of the kit.
+    A page then needs no table of checks, and can show the checks of another version of the kit.
     """
     lists = {
         kind for result in results for kind in (result.checks, result.not_evaluated, tuple(sorted(_failed(result))))

@@ -36,7 +36,7 @@ class Change:
     new: str
     """The new status or margin."""
     text: str = ""
-    """The failure's text, if it fails now."""
+    """The failure's text, if the case-run fails now."""
 
     def __str__(self) -> str:
         return f"{self.backend} {self.execution} {self.case}: {self.old} -> {self.new}"
@@ -51,12 +51,12 @@ class Comparison:
     vanished: tuple[Change, ...]
     """Case-runs that ran before and do not run now, so that coverage shrinks."""
     not_reached: tuple[Change, ...]
-    """Case-runs that ran before, and for which the new run's budget left no time."""
+    """Case-runs that ran before, but for which the new run's budget left no time."""
     appeared: tuple[Change, ...]
     shrunk_margins: tuple[Change, ...]
     still_failing: tuple[Change, ...]
     remarks: tuple[str, ...]
-    """Differences of the runs as a whole that make the rest hard to compare."""
+    """Differences between the runs as a whole that make their case-runs hard to compare."""
     newly_excused: tuple[Change, ...] = ()
     """Case-runs that passed before, and that an entry of the known-failures file excuses now."""
     problems: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ def compare_reports(old: Report, new: Report) -> Comparison:
 
 
 def ending_of(report: Report) -> int:
-    """The exit code of a run by itself: that of its verdict, and 1 if it was cut off."""
+    """The exit code of a run by itself: the exit code of its verdict, or 1 if it was cut off."""
     found = conclude(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
     return found.code or (0 if report.finished else 1)
 

@@ -1,10 +1,10 @@
 """Failures grouped by cause, so that one bug in forty case-runs is read once.
 
-The cause of a case-run is the most telling text of its first finding, without words that belong to the case (numbers,
-rows, requests) or that a compiler makes up (names of files, kernels, buffers and symbols, addresses). A case-run of a
-backend has the cause of an earlier one if any of these holds:
+The cause of a case-run is the most informative text of its first finding, without words that belong to the case
+(numbers, rows, requests) or that a compiler invents (names of files, kernels, buffers and symbols, addresses). A
+case-run of a backend has the cause of an earlier one if any of these holds:
 
-* the run took it to be like that one, and diagnosed only the first (``CaseResult.like``);
+* the run assumed that they are alike, and diagnosed only the first (``CaseResult.like``);
 * the same line of the author's source raised in both, or both have a stray access of the same kernel;
 * the best hint of one is a hint of the other;
 * they are the eager and the graph copy of a case, and each has wrong numbers or a stray access.
@@ -31,7 +31,7 @@ class Group:
     check: str
     """Id of the first check that the first case-run fails; the status if there is no finding."""
     cause: str
-    """The cause in words, as the first case-run has it."""
+    """The cause in the words of the first case-run."""
     results: tuple[CaseResult, ...]
     """The case-runs, never empty: first the one that names the cause, then the others in the order of the results
     file.
@@ -54,7 +54,7 @@ class _Cause:
 
     results: list[CaseResult]
     lines: list[tuple[_Line, ...]]
-    """The lines of each result, the most telling first; none for one that is taken to be like another."""
+    """The lines of each result, the most telling first; none for a result that is assumed to be like another."""
     names: set[str]
     """``eager:CASE`` or ``graph:CASE`` of each result."""
     best: set[str] = field(default_factory=set)
@@ -68,13 +68,14 @@ class _Cause:
         return Group(first.backend, failed_check(first), self.named().text, (first, *others))
 
     def _named_by(self) -> CaseResult:
-        """The last that was diagnosed although it is like another: it has less options. Else the first."""
+        """The last case-run that was diagnosed although it is like another, because it has fewer options. Else the
+        first."""
         again = [result for result in self.results if result.like and result.diagnosed]
         return again[-1] if again else self.results[0]
 
     def named(self) -> _Line:
-        """The best hint that most case-runs share, as the first that has it words it: with its numbers, but without
-        names that a compiler made up for it.
+        """The best hint that most case-runs share, in the words of the first such case-run: with its numbers, but
+        without names that a compiler invented.
         """
         named_by = self._named_by()
         if named_by is not self.results[0]:
@@ -93,7 +94,8 @@ class Causes:
         self._causes: list[_Cause] = []
 
     def add(self, result: CaseResult) -> bool:
-        """Add one failure. Returns True if no earlier failure has its cause, or if it tells more about that."""
+        """Add one failure. Returns True if no earlier failure has its cause, or if it adds information about that
+        cause."""
         lines = () if result.like and not result.diagnosed else _lines(result)
         cause = next((each for each in self._causes if _same(each, result, lines)), None)
         new = cause is None
@@ -110,7 +112,7 @@ class Causes:
 
     @property
     def groups(self) -> list[Group]:
-        """One group per cause, the largest first. Causes that are named by one line in the end are one group."""
+        """One group per cause, the largest first. Causes that end up with the same line are one group."""
         named: dict[tuple[str, str], Group] = {}
         for cause in self._causes:
             group = cause.group()
@@ -189,7 +191,7 @@ def _of_reason(result: CaseResult) -> list[_Line]:
 
 
 _STRAY = " raised StrayAccessError: "
-"""Part of the headline of an access outside of a tensor. A stray access within other memory gives wrong numbers."""
+"""Part of the headline of an access outside of a tensor. A stray access that hits other memory gives wrong results."""
 _RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in (?P<function>\S+?)(?=:|$)", re.MULTILINE)
 """Beginning of the ``where`` of an exception, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
 _FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<line>\d+),? in (?P<function>\S+)')
@@ -197,7 +199,7 @@ _FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<lin
 _OF_A_LIBRARY = re.compile(
     r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|numpy|triton)/"
 )
-"""A frame of a library: the line that called the library tells the cause."""
+"""A frame of a library; the line that called the library shows the cause."""
 _IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", "reads-own-kv", "reads-own-state",
              "log-sum-exp")  # fmt: skip
 """Checks of numbers that diagnosis reports only if eager mode is wrong, too, or does not exist."""
@@ -210,11 +212,11 @@ RESTATES_THE_CHECK = (
     "only the graph is wrong",
     "with zeros instead of NaN in ",
     "with numbers instead of NaN in ",
-    "as the only replay of the only bucket it is right",
-    "it is right when no other mode and no eager step uses the instance",
+    "the step is right as the only replay of the only bucket",
+    "the step is right when no other mode and no eager step uses the instance",
     "a width that is not the batch's is used",
     "data of padded rows reach real ones",
-    "on a fresh instance, without graphs, the same eager step is right",
+    "the same eager step passes on a fresh instance without graphs",
     "state of an earlier step is kept",
 )
 """Beginnings of hints that every failure of a check has: they repeat why diagnosis chose that check."""

@@ -60,11 +60,11 @@ class Age:
     nights: int
     """Number of nights in which it was red, this one included."""
     or_earlier: bool
-    """True if no earlier night has another status of it."""
+    """True if no earlier night shows another status."""
 
 
 def key_of(result: CaseResult, seed: int) -> Key:
-    """The name of a case-run that stays the same from night to night. ``seed``: that of its run."""
+    """The name of a case-run that stays the same from night to night. ``seed``: the seed of its run."""
     return _key(result.backend, result.mode, result.execution, result.case, seed)
 
 
@@ -75,7 +75,7 @@ def _key(backend: str, mode: str, execution: str, case: str, seed: int) -> Key:
 def age_of(nights: Sequence[Night], key: Key) -> Age | None:
     """The age of a case-run that is red now; None if there are no nights. ``nights``: oldest first.
 
-    A night in which it did not run, because the night was cut off or the machine lacked something, is skipped.
+    A night in which it did not run, because the night was cut off or the machine could not run it, is skipped.
     """
     if not nights:
         return None
@@ -158,7 +158,7 @@ def _not_comparable(data: Any, report: Report) -> str:
     # A night of a part lacks what it left out, so that nothing of that could newly fail or vanish.
     part = tuple(header.get("selection", {}).get("by", ()))
     if part and part != report.header.selection.by:
-        return f"took only a part: {', '.join(part)}"
+        return f"is of only a part: {', '.join(part)}"
     return ""
 
 

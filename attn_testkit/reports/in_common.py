@@ -1,9 +1,9 @@
 """Properties that the failing cases of a cause share and no passing case has, read from the words of case ids.
 
-Only case-runs of the same backend, in the modes and executions of the failures, are compared: what is not tried there
-says nothing. These cases do not show which of the properties is the cause if there are several, so all of them are
-named, in one phrase: a choice of them could leave out the true one. This module imports neither torch
-nor the cases: a page is made without them.
+Only case-runs of the same backend, in the modes and executions of the failures, are compared: other case-runs prove
+nothing. If failing cases share several properties, the cases do not show which of them is the cause, so all are named
+in one phrase: a choice could omit the true one. This module imports neither torch nor the cases: a page is made without
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..results.case_result import RAN, CaseResult, Status
 from ..results.names import MODES
 
 _FEWEST = 2
-"""Fewest different failing cases, and passing ones, of which a difference is reported."""
+"""Fewest failing cases, and fewest passing ones, for which a difference is reported."""
 
 _WORDS = (
     (r"(mha|gqa|mqa|mla)\d+(?:x\d+)?", "heads {0}"),
@@ -42,13 +42,13 @@ _ANY = (
     (r"layers\w+", "layers that differ", ""),
     (r"t[\d.]+(?:x\d+)*[\d.x]*", "a draft tree", ""),
 )
-"""Word of an id, the property that it has whatever its number, and the kind of property with its number."""
+"""Word of an id, its property whatever the number, and the kind of property together with the number."""
 _UNNAMED = re.compile(r"[knb][\d.x]+\w*|chain\d+|s\d+")
 """Words that are compared by their numbers, or not at all."""
 
 
 def in_common(failed: Sequence[CaseResult], results: Iterable[CaseResult]) -> str:
-    """Properties of all ``failed`` case-runs of one cause that no passing one of ``results`` has; may be empty."""
+    """Properties of all ``failed`` case-runs of one cause that no passing case-run of ``results`` has; may be empty."""
     places = {(each.mode, each.execution) for each in failed}
     backend = failed[0].backend
     bad = {each.case for each in failed}
@@ -89,11 +89,11 @@ _NUMBERS = {
     "keys": ("a request of at least", " KV tokens before the step"),
     "requests": ("at least", " requests"),
 }
-"""Number of a case -> the words before and after the number of a failing case."""
+"""Quantity of a case -> the words before and after its value in a failing case."""
 
 
 def _passing(kind: str, others: Sequence[str]) -> str:
-    """The passing cases in words. ``others``: what they have instead of the property, if they have one of its kind."""
+    """The passing cases in words. ``others``: their values of the same kind of property, if they have any."""
     passing = sorted(set(others), key=lambda word: (len(word), word))
     prefix = kind.split(" of ")[0]
     values = ", ".join(word.removeprefix(prefix).strip() for word in passing)

@@ -36,7 +36,7 @@ def properties(result: CaseResult) -> list[tuple[str, Any]]:
 
 
 def junit_xml(report: Report) -> str:
-    """The results as JUnit XML: a test case per case-run, and one per reason besides them why the run fails."""
+    """The results as JUnit XML: a test case per case-run, and one per other reason why the run fails."""
     rows = [row for row in report.results if row.status is not Status.UNSUPPORTED]
     cases = [_case(row, report.header) for row in rows]
     cases += [_broken("known-failures", "failure", problem) for problem in report.problems]
@@ -47,7 +47,7 @@ def junit_xml(report: Report) -> str:
 
 
 def unfinished_xml(header: RunHeader) -> str:
-    """The document while the run goes on: what kills the run must not leave an empty file that reads as green."""
+    """The document while the run goes on: a run that is killed must not leave an empty file that looks green."""
     return _document([_broken("unfinished", "error", "the run has not ended")], header.started)
 
 

@@ -1,4 +1,5 @@
-"""The outcome of a run: the verdict that every front end ends with, the texts before it, and both for Python."""
+"""The outcome of a run: the verdict with which every front end ends, the texts before it, and both as Python
+objects."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class FailureTexts:
         self._causes = Causes()
 
     def of(self, result: CaseResult) -> tuple[str, str] | None:
-        """The first line, which is complete in itself, and the rest; None if an earlier failure has the cause."""
+        """The first line, which is complete in itself, and the rest of the text; None if an earlier failure has the
+        same cause."""
         new = self._causes.add(result)
         if not new and not self._verbose:
             return None
@@ -92,7 +94,7 @@ def _for_a_program(group: Group, report: Report) -> dict[str, Any]:
 
 
 MOST_CAUSES = 10
-"""Number of causes that a summary names; it counts the rest."""
+"""Number of causes that a summary names; the rest are counted."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +125,7 @@ class Results(Sequence[CaseResult]):
 
     @property
     def partial(self) -> bool:
-        """True if the run took only a part of what the tier plans, so that it says nothing about the rest."""
+        """True if the run covers only a part of what the tier plans, so it proves nothing about the rest."""
         return bool(self.header.selection)
 
     @property

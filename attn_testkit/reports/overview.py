@@ -89,7 +89,7 @@ def overviews(results: Sequence[CaseResult], *, emulated: bool, backends: Sequen
 
 
 def is_emulated(result: CaseResult, otherwise: bool) -> bool:
-    """True if anything of it was emulated; ``otherwise`` if it ended before that was known."""
+    """True if anything in the case-run was emulated; ``otherwise`` if it ended before that was known."""
     return result.emulated if result.status in RAN and result.device else otherwise
 
 

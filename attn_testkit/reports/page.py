@@ -151,7 +151,8 @@ def _is_new(age: Age | None) -> bool:
 
 
 def shares(sizes: Sequence[int], most: int = MOST_IN_FULL, of_each: int = MOST_OF_A_CAUSE) -> list[int]:
-    """Number of case-runs of each group that are shown in full: one of each before a second of any, ``most`` in all."""
+    """Number of case-runs of each group that are shown in full: one of each group before a second of any group,
+    ``most`` in all."""
     given = [0] * len(sizes)
     left = most
     for turn in range(of_each):
@@ -249,7 +250,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
 
 
 def _card_of(found: Sequence[Card], emulated: bool) -> dict[tuple[str, str, str, bool], list[int]]:
-    """Map (backend, mode, execution, emulated) to the cards of what is red there, in the page's order."""
+    """Map (backend, mode, execution, emulated) to the cards of its red case-runs, in the page's order."""
     numbers: dict[tuple[str, str, str, bool], list[int]] = {}
     for card in found:
         places = ((*r.place, is_emulated(r, emulated)) for r in card.group.results)
@@ -283,7 +284,7 @@ def _column(night: Night, backend: str) -> tuple[str, int, int, int, bool]:
 
 
 _DTYPES = re.compile(r"-(fp16|bf16|fp32)-(?:.*-kv([a-z0-9]+)(?=-))?")
-"""The dtype in a case id, and that of the KV pool if it differs."""
+"""The dtype in a case id, and the dtype of the KV pool if it differs."""
 
 
 def dtype_of(case: str) -> str:

@@ -118,7 +118,8 @@ def _quartiles(margins: Sequence[float]) -> tuple[float, float, float]:
 
 
 def nights_plot(nights: Sequence[tuple[str, int, int, int, bool]]) -> Markup:
-    """Plot one column per night, oldest first: (name, passed, red, planned, finished). Red is never too thin to see."""
+    """Plot one column per night, oldest first: (name, passed, red, planned, finished). Red is always wide enough to
+    see."""
     column, gap, height, thinnest = 8, 2, 30, 4.0
     parts = []
     for index, (name, passed, red, declared, finished) in enumerate(nights):

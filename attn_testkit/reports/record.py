@@ -25,7 +25,7 @@ FORMAT = "attn-testkit-report/1"
 
 @dataclass(frozen=True)
 class Report:
-    """A results file, read back."""
+    """The contents of a results file."""
 
     header: RunHeader
     results: tuple[CaseResult, ...]
@@ -76,7 +76,7 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
 
 
 _OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed", "memory", "repeated")
-"""Fields that are written only if they say something: most case-runs pass."""
+"""Fields that are written only if they are not empty, because most case-runs pass."""
 
 
 def _finding_from_plain(data: Mapping[str, Any]) -> Finding:
@@ -99,7 +99,7 @@ def cannot_write(path: Path, error: OSError) -> UsageError:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file that a command was asked for. Raises ``UsageError`` with the reason in one line."""
+    """Write a file that a command was asked to write. Raises ``UsageError`` with the reason in one line."""
     try:
         Path(path).write_text(text, "utf-8")
     except OSError as error:
@@ -107,9 +107,8 @@ def write_text(path: str, text: str) -> None:
 
 
 def refuse_unwritable(*paths: str | None) -> None:
-    """Raise ``UsageError`` for a file that cannot be written, before the work whose results it gets.
-
-    A file that exists keeps its content until then, and a new file is empty.
+    """Raise ``UsageError`` for a file that cannot be written, before the work whose results are written to it. An
+    existing file keeps its contents until then, and a new file is empty.
     """
     for path in filter(None, paths):
         try:
@@ -121,8 +120,8 @@ def refuse_unwritable(*paths: str | None) -> None:
 class Record:
     """A writer of results as they come. The file is a whole JSON document after every call; ``finished`` marks the end.
 
-    Raises ``UsageError`` if the file cannot be opened. If it cannot be written any more, as on a full disk, it stays as
-    it was after the last result that fitted, ``failure`` has the reason, and nothing is raised.
+    Raises ``UsageError`` if the file cannot be opened. If it cannot be written any more, as on a full disk, its
+    contents up to the last result that fitted remain, ``failure`` has the reason, and nothing is raised.
     """
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:

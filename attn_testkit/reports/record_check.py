@@ -31,7 +31,7 @@ class Digest:
         self.add(header)
 
     def add(self, part: object) -> None:
-        """Take in the next result as plain values."""
+        """Add the next result as plain values."""
         self._sha.update(_canonical(part))
 
     def with_end(self, end: Mapping[str, Any]) -> str:
@@ -54,7 +54,7 @@ def _canonical(part: object) -> bytes:
 
 
 def contradiction(data: Mapping[str, Any], header: RunHeader, results: Sequence[CaseResult]) -> str:
-    """Find what in a results file cannot be true, in words that its name precedes; empty if nothing is wrong."""
+    """Find a contradiction in a results file, in words that follow the file's name; empty if there is none."""
     # Files of the versions before the digest lack the selection, too.
     if "digest" not in data and "selection" in data["header"]:
         return "has no digest: somebody removed it"
@@ -64,7 +64,7 @@ def contradiction(data: Mapping[str, Any], header: RunHeader, results: Sequence[
         )
     counts = dict(Counter(result.status.value for result in results if result.case))
     if data["counts"] != counts:
-        return f"says counts {data['counts']}, and its results are {counts}"
+        return f"says counts {data['counts']}, but its results give {counts}"
     return _wrong_row(header, results) or _wrong_ending(data, header, results)
 
 
@@ -90,12 +90,12 @@ def _wrong_ending(data: Mapping[str, Any], header: RunHeader, results: Sequence[
         return ""
     red = sum(row.status in BAD for row in results if row.case)
     if code == 0 and red:
-        return f"says exit code 0, and {red} of its case-runs did not pass"
+        return f"says exit code 0, but {red} of its case-runs did not pass"
     # Another version of the kit may conclude otherwise.
     if "digest" in data and header.kit == importlib.metadata.version("attn-testkit"):
         due = conclude(header, results, problems=data.get("problems", ()), interrupted=interrupted)
         if due.code != code:
-            return f"says exit code {code}, and its results make it {due.code}"
+            return f"says exit code {code}, but its results give {due.code}"
         if data.get("verdict", str(due)) != str(due):
-            return f"says {data['verdict']!r}, and its results make it {str(due)!r}"
+            return f"says {data['verdict']!r}, but its results give {str(due)!r}"
     return ""

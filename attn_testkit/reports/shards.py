@@ -1,4 +1,4 @@
-"""A shard of a run: one of several parts that different machines run, and the results files that make one run again."""
+"""A shard of a run: one of several parts that different machines run; their results files are merged into one run."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def _whole(selection: Selection) -> Selection:
 
 
 _SAME = (*MUST_AGREE, "plan", "planned_in_all")
-"""Fields of a header that all shards of one run have alike."""
+"""Fields of a header that must be equal in all shards of one run."""
 
 
 def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False) -> Report:
-    """One report of all shards of a run: (name of the file, what it holds) of each.
+    """One report of all shards of a run, from pairs of a file's name and its report.
 
     Raises ``UsageError`` in one line for files that do not belong together: of different versions, tiers, seeds,
-    backends, devices or plans; for a shard that is there twice; and, unless ``missing``, for one that is not there.
+    backends, devices or plans; for a shard that is given twice; and, unless ``missing``, for a missing shard.
     """
     first, one = files[0]
     shards: dict[Shard, str] = {}
@@ -150,7 +150,9 @@ def _refuse_other_run(first: str, wanted: RunHeader, name: str, found: RunHeader
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
             what, one, other = f"{what}, {key}", one.get(key, "absent"), other.get(key, "absent")
-        raise UsageError(f"{name} is of another run than {first}: {what} is {other!r} there and {one!r} in {first}")
+        raise UsageError(
+            f"{name} is from a different run than {first}: {what} is {other!r} there and {one!r} in {first}"
+        )
     refuse_other_code(name, found, f"in {first}", wanted)
 
 

@@ -24,7 +24,7 @@ class Row:
     margin: float | None
     """Largest error / limit of the case-runs that passed."""
     seconds: float
-    """Wall time without that of diagnosis."""
+    """Wall time without the time of diagnosis."""
     diagnosis: float
     """Wall time of diagnosis."""
     ran_on: str
@@ -95,8 +95,8 @@ def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
 def cells(results: Iterable[CaseResult]) -> list[list[str]]:
     """The table as cells, its headings first; empty without results.
 
-    A column that would say the same in each row is left out: the backend of a run of one, and the emulation, which the
-    verdict names. So the table fits on a terminal and on a page.
+    A column with the same value in every row is left out, such as the backend in a run of one backend, or the
+    emulation, which the verdict names. So the table fits on a terminal and on a page.
     """
     groups = rows(results)
     if not groups:

@@ -1,8 +1,8 @@
-"""The verdict on a run: its word, its line, and the exit code that follows from it.
+"""The verdict on a run: its word, its line, and the resulting exit code.
 
 ``CONFORMANT (TIER)`` is reserved for everything that a tier plans for everything that is declared. A run of a part of
-it is ``PARTIAL``, whatever selected the part, and one of several machines that share a run is ``SHARD K/N``.
-Random cases have no verdict, and their line no word.
+it is ``PARTIAL``, whatever selected the part, and the part of one machine in a shared run is ``SHARD K/N``. Random
+cases have no verdict, and their line has no word.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def verdict(
 def conclude(
     header: RunHeader, results: Iterable[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
 ) -> Verdict:
-    """The verdict on the results of a run. ``problems``: what else fails the run."""
+    """The verdict on the results of a run. ``problems``: further reasons why the run fails."""
     rows = list(results) if header.tier == FUZZ else _once(results)
     shard_of = header.planned_in_all if header.selection.shard else 0
     code = exit_code(header.planned, rows, interrupted, problems, shard_of=shard_of)
@@ -121,7 +121,7 @@ def _words(
 
 
 MOST_NOT_TRIED = 3
-"""Number of declared values that no case tried, up to which a verdict names them; it counts more of them."""
+"""Number of declared values without a case-run up to which a verdict names them; more are only counted."""
 
 
 def _not_tried(header: RunHeader) -> str:
@@ -144,7 +144,7 @@ def _count_not_tried(header: RunHeader) -> int:
 def not_tried_lines(header: RunHeader, concluded: Verdict, how: str) -> list[str]:
     """The lines about declared values that no case tried, which front ends print before the verdict.
 
-    ``how``: as ``not_covered_lines`` reads it. Then there is no line if the verdict names the values.
+    ``how``: as in ``not_covered_lines``; then there is no line if the verdict names the values.
     """
     named = how and concluded.conforms and _count_not_tried(header) <= MOST_NOT_TRIED
     return [] if named else not_covered_lines(header.not_covered, how)
@@ -157,7 +157,7 @@ def next_lines(header: RunHeader, concluded: Verdict, option: str) -> list[str]:
 
 
 def _once(results: Iterable[CaseResult]) -> list[CaseResult]:
-    """Keep each case-run once, the worse result: one that ran twice is not two of those that were planned."""
+    """Keep each case-run once, with its worse result: a case-run that ran twice counts once."""
     kept: dict[object, CaseResult] = {}
     for number, row in enumerate(results):
         key = (row.backend, row.mode, row.execution, row.case) if row.case and row.status in RAN else number
@@ -167,14 +167,15 @@ def _once(results: Iterable[CaseResult]) -> list[CaseResult]:
 
 
 def _unplanned(header: RunHeader, rows: Sequence[CaseResult]) -> int:
-    """Number of results beyond those that were planned: of another run, or of another plan."""
+    """Number of results that were not planned: from another run or another plan."""
     if header.tier == FUZZ:
         return 0
     return max(0, sum(row.is_case_run and row.status in RAN | {Status.QUARANTINED} for row in rows) - header.planned)
 
 
 def _silent_backends(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
-    """One phrase for each of several backends of which nothing ran: the others' results say nothing about it."""
+    """One phrase for each backend of which nothing ran, if there are several: the results of the others prove nothing
+    about it."""
     ran = {row.backend for row in rows if row.is_case_run and row.status in RAN}
     phrases = []
     for spec in header.backends if ran else ():
@@ -188,8 +189,8 @@ def _silent_backends(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]
 def _nothing_passes(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
     """Modes, executions and families in which every case-run is excused, so that nothing is known to work.
 
-    A selection of cases, or a shard, may hold only the excused ones of a place by chance. Case-runs
-    that the budget left out may pass.
+    A selection of cases, or a shard, may by chance hold only excused case-runs of a mode. Case-runs that the budget
+    left out may pass.
     """
     if header.selection.of_cases:
         return []
@@ -215,7 +216,7 @@ def _denominator(header: RunHeader) -> str:
 
 
 def _partial(header: RunHeader, runs: Sequence[CaseResult], ran: int, passed: str, rest: str) -> tuple[str, str]:
-    """The line of a selection in which nothing failed: how much of the tier it is, and what it is made of."""
+    """The line of a selection in which nothing failed: which part of the tier it covers, and how it was selected."""
     selection = header.selection
     inside = max(0, ran - selection.beyond)
     parts = [f"{inside} of {selection.of} planned case-runs"] if selection.of else [f"{ran} selected case-runs"]
@@ -251,7 +252,7 @@ def _and(words: Iterable[str]) -> str:
 def narrowed(header: RunHeader, planned: int, by: str, *, asked: bool = True, shard: str = "") -> RunHeader:
     """The header of a run that does only ``planned`` of this header's case-runs; the same header if those are all.
 
-    ``by``: what selected, in words. ``asked``: an argument of the caller did. ``shard``: ``K/N``.
+    ``by``: the selection in words. ``asked``: true if an argument of the caller selected it. ``shard``: ``K/N``.
     """
     if planned == header.planned:
         return header
@@ -263,7 +264,7 @@ def narrowed(header: RunHeader, planned: int, by: str, *, asked: bool = True, sh
 
 
 MUST_AGREE = ("kit", "tier", "seed", "device", "device_name", "backends", "versions")
-"""Fields of a header in which runs agree whose case-runs may be counted together."""
+"""Fields of a header that must be equal in runs whose case-runs are counted together."""
 
 
 def refuse_another_run(name: str, header: RunHeader, other_name: str, other: RunHeader) -> None:
@@ -274,7 +275,7 @@ def refuse_another_run(name: str, header: RunHeader, other_name: str, other: Run
     for what in MUST_AGREE:
         ours, theirs = getattr(header, what), getattr(other, what)
         if ours != theirs:
-            raise UsageError(f"{name} is of another run: its {what} is {ours!r}, {other_name} {theirs!r}")
+            raise UsageError(f"{name} is from another run: its {what} is {ours!r}, {other_name} {theirs!r}")
     refuse_other_code(name, header, other_name, other)
 
 
@@ -286,13 +287,13 @@ def refuse_other_code(name: str, header: RunHeader, other_name: str, other: RunH
                 f"{each['file']} ({each['code'][:12]})" for each in (header.sources[spec], other.sources[spec])
             )
             raise UsageError(
-                f"{name} is of other code: {spec} was {ours} there, {other_name} {theirs}, or a module that it uses; "
+                f"{name} is from other code: {spec} was {ours} there, {other_name} {theirs}, or a module that it uses; "
                 "run everything again"
             )
 
 
 def other_code(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Report whether two entries of ``RunHeader.sources`` are of different code; not where one is not known."""
+    """Report whether two entries of ``RunHeader.sources`` are of different code; False if one is unknown."""
     ours, theirs = one.get("code", ""), other.get("code", "")
     return bool(ours and theirs) and ours != theirs
 

@@ -13,7 +13,7 @@ from .texts import readable
 
 
 class Status(StrEnum):
-    """Ending of one case-run. Each status means something else to the reader, so they are never merged."""
+    """Ending of one case-run. Each status has its own meaning for the reader, so they are never merged."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -25,11 +25,11 @@ class Status(StrEnum):
     UNEXPECTEDLY_PASSED = "unexpectedly passed"
     """The known-failures file expects a failure, and there was none: the entry is out of date."""
     QUARANTINED = "quarantined"
-    """The known-failures file forbids to launch the case-run. It counts as accounted for, not as passed."""
+    """The known-failures file forbids launching the case-run. It counts as accounted for, not as passed."""
     UNSUPPORTED = "unsupported"
     """The backend does not declare it."""
     NOT_RUN_HERE = "not run here"
-    """The backend declares it, but this machine lacks the hardware or a package."""
+    """The backend declares the case-run, but this machine lacks the hardware or a package."""
 
 
 BAD = frozenset({Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.UNEXPECTEDLY_PASSED})
@@ -54,8 +54,8 @@ class CaseResult:
     checks: tuple[str, ...] = ()
     """Ids of the checks that were evaluated, passed or failed, in reading order."""
     not_evaluated: tuple[str, ...] = ()
-    """Ids of checks that apply and could not be evaluated, because the case-run ended before, or because they depend on
-    attention outputs that are wrong."""
+    """Ids of checks that apply but could not be evaluated, because the case-run ended earlier, or because they depend
+    on wrong attention outputs."""
     margin: float | None = None
     """Largest error / limit over all outputs; a passing case is at most 1."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -68,34 +68,34 @@ class CaseResult:
     """One of ``real``, ``stores`` and ``emulated``: see ``AttentionBackend.kernels``. Also ``not compiled``: regions
     that torch.compile would have compiled ran eagerly."""
     launches: int | None = None
-    """Number of launches of kernels that are not torch's: Triton's, and operators of other packages. 0: only torch ran.
-    None: nobody counted."""
+    """Number of launches of kernels that do not belong to torch: Triton's, and operators of other packages. 0: only
+    torch ran. None: not counted."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Device memory of the instance, in bytes: ``persistent``, kept by constructor and steps before captures;
-    ``graphs``, kept by captures; ``peak``, the most that the first plan and forward (or the captures) had at a time;
-    ``growth``, taken by every repeat of a step. And ``plan_allocations``, the largest number of allocations in a plan
-    for a replay. Empty: nobody counted."""
+    ``graphs``, kept by captures; ``peak``, the most that the first plan and forward (or the captures) allocated at a
+    time; ``growth``, allocated by every repeat of a step. ``plan_allocations`` is the largest number of allocations in
+    a plan for a replay. Empty: not counted."""
     reason: str = ""
-    """The reason why it did not run or crashed, or the issue of a known failure."""
+    """The reason why the case-run did not run or crashed, or the issue of a known failure."""
     after: tuple[str, ...] = ()
     """Case-runs, as ``eager:CASE`` or ``graph:CASE``, that must run before it in the same process for this result."""
     hints: tuple[str, ...] = ()
     """Remarks that are not failures, such as graph support that works but is not declared."""
     like: str = ""
-    """The earlier failure, as ``eager:CASE`` or ``graph:CASE``, whose cause this one is taken to have: only that one
-    was diagnosed, or both. A wrong number that was not has the check of that one."""
+    """The earlier failure, as ``eager:CASE`` or ``graph:CASE``, with which this one is assumed to share its cause. If
+    only the earlier one was diagnosed, a wrong number here has the earlier one's check."""
     diagnosed: bool = False
-    """True if the cause of a failure was looked for."""
+    """True if the cause of a failure was searched for."""
     failed_mode: str = ""
-    """The mode of the step that failed first, if it is another than ``mode``: of an instance that runs several modes.
-    Tables count the failure there."""
+    """The mode of the step that failed first, if it differs from ``mode`` on an instance that runs several modes.
+    Tables count the failure in that mode."""
     printed: str = ""
-    """Output that the backend printed in this case-run, stdout and stderr; of a long one, the end."""
+    """Output that the backend printed in this case-run, stdout and stderr; only the end of a long output."""
     repeated: str = ""
     """The end of a process of the kit, in words, that left an earlier attempt without a result; with ``IN_MPS`` before
     it, that of a process which shared its GPU. Empty for none."""
     node: str = ""
-    """The machine of a cluster that ran it; empty without a cluster."""
+    """The machine of a cluster that ran the case-run; empty without a cluster."""
     gpu: str = ""
     """The GPU of that machine; empty without a cluster, or if the device is emulated."""
 
@@ -111,7 +111,7 @@ class CaseResult:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """Backend, mode and execution under which tables count it."""
+        """Backend, mode and execution under which tables count the case-run."""
         return self.backend, self.failed_mode or self.mode, self.execution
 
     @property
@@ -126,17 +126,17 @@ class CaseResult:
 
     @property
     def had_no_room(self) -> bool:
-        """True if the machine lacks the memory that it takes, so that nothing is known of it."""
+        """True if the machine lacks the memory that the case-run needs, so there is no result."""
         return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NO_ROOM)
 
     @property
     def of_the_kit(self) -> bool:
-        """True if the kit itself failed, so that the result says nothing about the backend."""
+        """True if the kit itself failed, so the result proves nothing about the backend."""
         return self.reason.startswith(KIT_ERROR)
 
 
 def failed_check(result: CaseResult) -> str:
-    """The first check that failed, or the status: failures that share it are taken to have one cause."""
+    """The first check that failed, or the status: failures with the same value are assumed to have one cause."""
     return result.findings[0].check if result.findings else result.status.value
 
 
@@ -154,12 +154,12 @@ _EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}
 """Value of ``CaseResult.kernels`` if only a part is emulated -> that part."""
 
 
-UNDECLARED_GRAPH = "{backend}: {mode} captures and replays correctly under a graph, and is not declared"
+UNDECLARED_GRAPH = "{backend}: {mode} captures and replays correctly under a graph, but is not declared"
 """Remark on a mode. It comes from one case of the mode, so ``remarks_of`` drops it if another case failed."""
 
 
 def remarks_of(results: Iterable[CaseResult]) -> Counter[str]:
-    """Count the ``hints`` of all results, without those that praise a mode in which a case-run failed."""
+    """Count the ``hints`` of all results, except remarks that praise a mode in which a case-run failed."""
     results = list(results)
     failed = {
         UNDECLARED_GRAPH.format(backend=result.backend, mode=mode)

@@ -1,7 +1,8 @@
-"""Every check: its id, its texts, its place in the order, and what it silences. Front ends read it without torch.
+"""Every check: its id, its texts, its place in the order, and the checks that it silences. Front ends read it without
+torch.
 
-``checks/`` has the functions, which join by id. A check that none of them evaluates in a step is found by a run, by a
-comparison of runs, or by diagnosis.
+``checks/`` has the functions, which refer to a check by its id. A check without such a function is evaluated by a run,
+by a comparison of runs, or by diagnosis.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ class Check:
     text: str
     """The property that a backend must have."""
     cause: str
-    """Usual causes of a failure: where to look first."""
+    """Usual causes of a failure, to look at first."""
     source: str
     """Real bugs of the kind."""
     how_to_read: str
     """Advice on reading its failure."""
     evaluated_from: Stage
-    """The stage that a case-run must have reached for the check to have been evaluated at all."""
+    """The stage that a case-run must reach for the check to be evaluated at all."""
     place: int = 0
     """Place in the evaluation of a step, from 1, causes before consequences: the first finding is diagnosed and read.
     0: not evaluated in a step.
     """
     role: Literal["", "selection", "outputs", "cause"] = ""
     """``selection``: it checks an indexer. A failure silences the later ones of this role and those of ``outputs``.
-    ``outputs``: it checks attention outputs. Diagnosis explains its failures, and they silence failures that follow.
-    ``cause``: diagnosis reports wrong attention outputs under its id once it knows their cause.
+    ``outputs``: it checks attention outputs. Diagnosis explains its failures, and they silence later failures.
+    ``cause``: diagnosis reports wrong attention outputs under its id once their cause is known.
     """
     behind_outputs: bool = False
     """True if it is not evaluated when attention outputs are wrong, because its failure would follow from them."""
@@ -164,8 +165,8 @@ _TABLE = (
     ),
     Check(
         "writes-own-kv",
-        "Exactly the batch's slots (and page 0) change, no memory between slots does, and they hold the batch's K "
-        "and V.",
+        "Only the batch's slots (and page 0) change, and they hold the batch's K and V. Memory between slots does not "
+        "change.",
         "A slot of -1 for padding, slots fixed at capture, K and V swapped, a scale that is missing or applied twice.",
         "vLLM #43810; TensorRT-LLM #17110; sglang #24243",
         "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
@@ -195,9 +196,10 @@ _TABLE = (
     ),
     Check(
         "reads-own-state",
-        "A result depends only on the request's own state: slots of others, and that of a fresh request whose backend "
-        "goes by has_initial_state, hold NaN.",
-        "has_initial_state ignored, a first chunk of one token taken for a decode, a place taken for a slot.",
+        "A result depends only on the request's own state. Slots of other requests hold NaN, and so does the slot of "
+        "a fresh request if the backend reads has_initial_state.",
+        "has_initial_state ignored, a first chunk of one token treated as a decode, a position in the batch used as "
+        "a slot.",
         "vLLM #51562; tpu-inference #2431; vllm-metal #488",
         "With zeros in these slots the result is finite. `where` names the request. If it has no earlier state, the "
         "backend read its uninitialized slot.",
@@ -207,19 +209,21 @@ _TABLE = (
     ),
     Check(
         "writes-own-state",
-        "Only slots of the batch change. Slot 0 changes only if padding may write it. Memory between slots stays.",
+        "Only slots of the batch change. Slot 0 changes only if padding may write it. Memory between slots does not "
+        "change.",
         "An index of -1 clamped to 0, padded rows with stale slots, a stride that is a product of the shape.",
         "tokenspeed #700; vllm-ascend #12040, #10901; vLLM #56196",
-        "The headline names the slot. Slot 0 points to padding, another one to a place or a row taken for a slot.",
+        "The headline names the slot. Slot 0 points to padding; any other slot to a batch position or a table row "
+        "that was used as a slot.",
         evaluated_from=Stage.OBSERVED,
         place=1,
     ),
     Check(
         "verify-keeps-state",
         "A target-verify leaves the state of each request as it was, bit for bit, until its commit.",
-        "A kernel whose write-back is not off, a slot that is updated while the draft is not yet accepted.",
+        "A kernel whose write-back is not switched off, a slot that is updated while the draft is not yet accepted.",
         "mlx-swift-lm #218; Avarok atlas #604",
-        "States after nodes belong to pool.scratch. The headline names the request.",
+        "States after draft nodes belong in pool.scratch. The headline names the request.",
         evaluated_from=Stage.OBSERVED,
         place=2,
     ),
@@ -236,7 +240,7 @@ _TABLE = (
     Check(
         "state-matches-oracle",
         "The state of each request is within the computed limit of the float64 recurrence afterwards.",
-        "A gate, a decay or a head of another; a chunk that is lost; a state of another request.",
+        "A gate or decay of another token or head; a chunk that is lost; a state of another request.",
         "sglang #29368; vLLM-2080Ti-Definitive #93",
         "If outputs are right and the state is not, look at what is stored. The hint names states of others.",
         evaluated_from=Stage.OBSERVED,
@@ -265,7 +269,7 @@ _TABLE = (
     Check(
         "selection-well-formed",
         "Each row selects min(topk, keys that it may see) different keys, and has -1 in all other columns.",
-        "Stale indices behind the count, lengths of padded rows, a result that is not filled with -1.",
+        "Stale indices after the count, lengths of padded rows, a result that is not filled with -1.",
         "DeepSeek-v4-Flash-DGX-Spark #2; vLLM #51538; flashinfer #5015",
         "`where` names layer, request, row and column. If only replays are wrong, look at lengths that a plan keeps.",
         evaluated_from=Stage.OBSERVED,
@@ -275,7 +279,7 @@ _TABLE = (
     Check(
         "selects-best",
         "No key that a row leaves out has a higher score than one that it selects, apart from computed rounding.",
-        "Scores of 0, ReLU or the scale left out, top-k and length exchanged, scores of another row or layer.",
+        "Scores of 0, ReLU or the scale left out, top-k and length that are swapped, scores of another row or layer.",
         "ROCm/ATOM #1466; mlx-lm #1454; antirez/ds4 #358",
         "The headline names a key that is selected and a better one that is not. Short contexts cannot show it: there "
         "all keys are selected.",
@@ -288,7 +292,8 @@ _TABLE = (
         "A replay gives the same as the backend's own eager run of the same batch.",
         "Another kernel, split or rounding under capture than in eager mode.",
         "sglang #26412; vLLM #25490",
-        "Both are within the limit and differ. Look for what depends on capture: a split count, a kernel choice, a "
+        "Both results are within the limit, but they differ. Look for what depends on capture: a split count, a "
+        "kernel choice, a "
         "rounding.",
         evaluated_from=Stage.COMPLETED,
         place=15,
@@ -355,7 +360,7 @@ _TABLE = (
         "One metadata object for all buckets, a workspace that the next capture replaces, a flag left by another "
         "mode, a planner's workspace that all instances of a process share.",
         "lmdeploy #4661; vLLM #48261; sglang #33920, #27193",
-        "As the only replay of the only bucket it is right. Look for what two graphs, two modes or an eager step "
+        "The step is right as the only replay of the only bucket. Look for what two graphs, two modes or an eager step "
         "share.",
         evaluated_from=Stage.COMPLETED,
         role="cause",
@@ -368,7 +373,7 @@ _TABLE = (
         "A plan or table that is reused because its key looks the same, a buffer sized by the first batch, a buffer or "
         "constant that all instances of a process share.",
         "TensorRT-LLM #6163; vLLM #21525; LightLLM #1367",
-        "As the first step of a fresh instance it is right. Look for state that survives a step: a cached plan or "
+        "The step is right as the first of a fresh instance. Look for state that survives a step: a cached plan or "
         "table whose cache key omits something, or, with a second instance in the process, a global.",
         evaluated_from=Stage.COMPLETED,
         role="cause",
@@ -480,4 +485,4 @@ NUMERIC = _of_role("outputs")
 BEFORE_OUTPUTS = _of_role("selection")
 """Ids of the checks of an indexer, in order."""
 REPORTED_INSTEAD = _of_role("cause")
-"""Ids under which diagnosis reports wrong attention outputs once it knows their cause."""
+"""Ids under which diagnosis reports wrong attention outputs once their cause is known."""

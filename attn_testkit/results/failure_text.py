@@ -20,8 +20,8 @@ def format_failure(
 ) -> str:
     """The text of a case-run that did not pass. Its first line is complete in itself.
 
-    ``first_only``: only the first finding. ``brief``: the others as one line each, and of a failure that is like an
-    earlier one only what it takes to find both.
+    ``first_only``: only the first finding. ``brief``: one line for each further finding, and for a failure like an
+    earlier one only the text that is needed to find both.
     """
     if not result.case:
         return f"{result.backend} {result.mode} {result.execution}: {result.status}: {result.reason}"
@@ -36,7 +36,9 @@ def format_failure(
     if brief:
         lines += [f"  also     {finding.check}: {finding.headline}" for finding in result.findings[1:]]
     if result.like and not result.diagnosed:
-        lines += _row("cause", f"taken to be that of {result.like}; --diagnose all looks for the cause of each failure")
+        lines += _row(
+            "cause", f"assumed to be that of {result.like}; --diagnose all looks for the cause of each failure"
+        )
     if not result.findings:
         first, *rest = result.reason.splitlines() or [""]
         lines.append(f"{result.case}: {result.status}: {first}" if first else f"{result.case}: {result.status}")
@@ -100,7 +102,7 @@ MOST_UNTESTED = 5
 """Number of unevaluated checks that a failure's text names; the results file has them all."""
 
 PYTHON_VARIABLE = "ATTN_TESTKIT_PYTHON"
-"""Environment variable that ``attn-testkit --python PATH`` sets to PATH for the process that it continues in."""
+"""Environment variable that ``attn-testkit --python PATH`` sets to PATH for the process in which it continues."""
 
 
 def program() -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from .texts import MOST_OTHERS, readable
 class ErrorMap:
     """Error over limit of a wrong step by row and head, the largest over layers and dims.
 
-    There are at most 32 by 32 cells: with more rows or heads, adjacent ones share a cell, which has the largest value.
+    There are at most 32 by 32 cells: with more rows or heads, adjacent ones share a cell, which holds their largest
+    value.
     """
 
     ratios: tuple[tuple[float, ...], ...]
@@ -38,7 +39,7 @@ class KeyMap:
     doubled: tuple[tuple[int, int], ...] = ()
     """KV tokens that were counted more than once."""
     not_asked: tuple[tuple[int, int], ...] = ()
-    """KV tokens of which it is unknown whether they had weight."""
+    """KV tokens that were not examined, so it is unknown if they had weight."""
 
 
 MOST_CHARACTERS = {"headline": 600, "reason": 8000}
@@ -47,10 +48,10 @@ MOST_CHARACTERS = {"headline": 600, "reason": 8000}
 
 @dataclass(frozen=True)
 class Finding:
-    """One failed check for a tired reader: what is wrong, where, how far it spreads, what to look at first."""
+    """One failed check for a tired reader: the failure, its place, its extent, and the first thing to look at."""
 
     check: str
-    """Id of the check, as ``attn-testkit explain`` knows it."""
+    """Id of the check, as for ``attn-testkit explain``."""
     headline: str
     """One complete line: ``request 3 differs from the oracle, 56x over the limit``."""
     where: str = ""

@@ -18,7 +18,7 @@ KIT_ERROR = "the kit itself failed: "
 """Beginning of a result's reason if the kit itself failed, not the backend."""
 
 NO_ROOM = "no room "
-"""Beginning of a result's reason if the machine lacks the memory that the case takes."""
+"""Beginning of a result's reason if the machine lacks the memory that the case needs."""
 
 IN_MPS = "under MPS: "
 """Beginning of ``CaseResult.repeated`` if the first attempt shared its GPU by MPS, and may have ended for a fault of
@@ -28,7 +28,7 @@ NOT_STARTED = "not started: "
 """Beginning of a result's reason if the budget of the run left no time for it."""
 
 CANNOT_IMPORT = "is installed and cannot be imported"
-"""Part of the reason of what is not run because a package is broken."""
+"""Part of the reason of a case-run that is not run because a package is broken."""
 
 NOT_COMPILED = "not compiled"
 """Value of ``CaseResult.kernels`` if torch.compile was kept from compiling."""

@@ -1,4 +1,5 @@
-"""Lines about a whole run that are not failures: what was not covered, not declared, not launched, left out."""
+"""Lines about a whole run that are not failures: values and case-runs that were not covered, not declared, not launched
+or left out."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def not_covered_lines(not_covered: Mapping[str, Sequence[str]], how: str = "") -
 
 
 def excluded_lines(excluded: Mapping[str, Sequence[str]]) -> list[str]:
-    """``RunHeader.excluded``, one line for a pair of features."""
+    """Lines of ``RunHeader.excluded``, one per pair of features."""
     return [
         f"never together{f' ({spec})' if len(excluded) > 1 else ''}: {phrase}"
         for spec, phrases in excluded.items()
@@ -48,8 +49,8 @@ def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def launch_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
-    """One line per backend that may not have run its own kernels: some case-runs launched none while others did, or it
-    has Triton kernels and launched none at all. A backend that uses only torch has no line.
+    """One line per backend that may not have run its own kernels: some case-runs launched no kernel while others did,
+    or the backend has Triton kernels and launched none at all. A backend that uses only torch has no line.
     """
     counted: dict[str, list[CaseResult]] = {}
     for result in results:
@@ -102,7 +103,8 @@ _REPEATED = {
 
 
 def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
-    """Lines about what the budget left out, by mode and execution, and the command that runs it; empty for nothing."""
+    """Lines about case-runs that the budget left out, by mode and execution, and the command that runs them; empty if
+    there are none."""
     left = Counter((result.mode, result.execution) for result in results if result.left_out)
     if not left:
         return []
@@ -114,7 +116,7 @@ _OF_A_BUDGET = ("--budget", "--attn-budget", "--last", "--html")
 
 
 def _without_budget(command: str) -> str:
-    """The command of a run without its budget; if it kept results, only what they lack."""
+    """The command of a run without its budget; if it kept results, a command for the missing ones."""
     words = iter(shlex.split(command))
     kept: list[str] = []
     for word in words:

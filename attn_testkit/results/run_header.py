@@ -1,4 +1,4 @@
-"""Facts about a whole run: what it selects, on which machine, and with which exit code it ends."""
+"""Facts about a whole run: its selection, its machine, and its exit code."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .case_result import BAD, RAN, CaseResult, Status
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a tier that a run takes. It is empty if the run takes everything that the tier plans for everything
+    """The part of a tier that a run covers. It is empty if the run covers everything that the tier plans for everything
     that is declared: only such a run can be ``CONFORMANT``. ``reports/verdict.py`` makes and reads it.
     """
 
     by: tuple[str, ...] = ()
     """Options and hooks that selected, in words such as ``mode decode``; empty if nothing was left out."""
     of: int = 0
-    """Number of case-runs that the tier plans without the selection; 0 if nobody counted them."""
+    """Number of case-runs that the tier plans without the selection; 0 if they were not counted."""
     beyond: int = 0
     """Number of selected case-runs that the tier does not plan: cases that were named by their ids."""
     asked: bool = True
-    """False if no argument of the caller asked for it, as a hook of pytest that deselects tests: then the exit code is
-    not 0."""
+    """False if no argument of the caller asked for it, for example if a pytest hook deselects tests: then the exit code
+    is not 0."""
     shard: str = ""
     """``K/N`` if the run is one shard of N."""
 
@@ -56,22 +56,22 @@ class RunHeader:
     backends: Mapping[str, str]
     """Spec -> version or origin."""
     planned: int
-    """Number of case-runs that this run has to do: those of the tier, or of the selection."""
+    """Number of case-runs that this run has to do: all of the tier, or of the selection."""
     sharing: str = ""
-    """Sentence about a shared GPU, as ``14 lanes share the GPU by NVIDIA's MPS``; empty if none is shared."""
+    """Sentence about a shared GPU, such as ``14 lanes share the GPU by NVIDIA's MPS``; empty if no GPU is shared."""
     limits: tuple[str, ...] = ()
     """Limits of the emulation; empty on hardware."""
     not_covered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> declared values, in the modes that ran, that no case of the run covers. Empty if cases were named by
     hand."""
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Spec -> those of ``not_covered`` that cases of the tier could have: no larger number than any case has, and none
-    of many numbers of which a tier takes some. Empty in smoke, which takes some values of everything."""
+    """Spec -> values in ``not_covered`` that cases of the tier could cover: no number larger than in any case, and no
+    number from a long list of which a tier samples some. Empty in smoke, which samples everything."""
     excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Spec -> declared features that no case has together, and what excludes them. Empty in smoke."""
+    """Spec -> declared features that no case combines, and the reason for the exclusion. Empty in smoke."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
-    of it are missing and done in torch."""
+    """Spec -> remarks on the backend on this machine: changes in the process by importing its server, and missing parts
+    that torch replaces."""
     sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Spec -> ``file`` and ``sha256`` of the module that was imported, ``kernels``: the Triton kernels in it and in the
     modules that it uses, empty for none, and ``code``: a hash of all these modules."""
@@ -82,7 +82,8 @@ class RunHeader:
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``, so that a page can explain it."""
     not_declared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Spec -> what the backend does not declare and others do, and capabilities that it leaves at their defaults."""
+    """Spec -> capabilities that other backends declare and this one does not, and those that it leaves at their
+    defaults."""
     selection: Selection = field(default_factory=Selection)
     """The part of the tier that this run takes."""
 
@@ -100,9 +101,9 @@ def exit_code(
     shard_of: int = 0,
 ) -> int:
     """The exit code, in pytest's numbers: 0 conformant, 1 not (or planned case-runs did not run), 2 interrupted, 3 the
-    kit itself failed, 5 nothing to run; 7 if nothing failed and the budget left something out. ``problems``: what else
-    fails the run. ``shard_of``: number of case-runs of the whole run, if this is a shard of it: whether something is
-    known to work, only all shards together show.
+    kit itself failed, 5 nothing to run; 7 if nothing failed and the budget left something out. ``problems``: further
+    reasons why the run fails. ``shard_of``: number of case-runs of the whole run, if this is a shard: only all shards
+    together show if anything works.
     """
     runs = [result for result in results if result.is_case_run]
     if interrupted:

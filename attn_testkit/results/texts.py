@@ -1,4 +1,4 @@
-"""Texts of a backend or a compiler, as they are sent, recorded and recognized."""
+"""Functions for texts of a backend or a compiler, which are sent, recorded and recognized."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 MOST_OTHERS = 4000
 
 _UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-"""Control characters and lone surrogates: they move a terminal's cursor, and cannot be written to a file."""
+"""Control characters and lone surrogates: they move a terminal's cursor or cannot be written to a file."""
 
 
 def readable(text: str, most: int = MOST_OTHERS) -> str:

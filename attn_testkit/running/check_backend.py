@@ -1,4 +1,4 @@
-"""The front end for Python: a script, a notebook, somebody's own test."""
+"""The front end for Python: scripts, notebooks and other test suites."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def check_backend(backend: str | type[AttentionBackend], **arguments: Unpack[CheckArguments]) -> Results:
     """Check a backend: ``print(check_backend(MyBackend))``. The result is true only if the backend conforms.
 
-    ``backend``: a spec, or the class itself. A class that no import gives (of a notebook, a local one) travels by value
-    to the process that runs it. The other arguments are the options of the command line; empty means all.
+    ``backend``: a spec, or the class itself. A class that cannot be imported (one in a notebook, or a local class) is
+    sent by value to the process that runs it. The other arguments are the options of the command line; empty means all.
     ``in_process``: do not gate on such a result, because the backend could change the code that evaluates it.
 
     Raises ``UsageError`` for a request that makes no sense, for a backend that cannot be imported, and for a class that
-    cannot be taken to another process as it is here; ``JudgeError`` if the judge's process died.
+    cannot be sent to another process; ``JudgeError`` if the judge's process died.
     """
     candidate = candidate_for(backend, in_process=arguments.get("in_process", False))
     return run_request(*asked("check_backend", (candidate,), arguments, command="check_backend", counts_tier=True))
@@ -43,7 +43,7 @@ def assert_conformant(backend: str | type[AttentionBackend], **arguments: Unpack
     """Check a backend as ``check_backend`` does, and raise ``NotConformant`` unless it conforms.
 
     The message is what the command line prints: the verdict and the failures. ``NotConformant`` is an
-    ``AssertionError``, and its ``results`` are the ``Results``. Raises besides what ``check_backend`` raises.
+    ``AssertionError``, and its ``results`` are the ``Results``. Raises also what ``check_backend`` raises.
     """
     __tracebackhide__ = True
     results = check_backend(backend, **arguments)

@@ -1,4 +1,4 @@
-"""The numbers of a step: queries, keys, values, the KV pool before and after, and who may see whom.
+"""The data of a step: queries, keys, values, the KV pool before and after, and visibility.
 
 Everything here is host data. The same case gives the same bits on every machine.
 """
@@ -51,7 +51,7 @@ VOCAB = 48
 
 @lru_cache(maxsize=16)
 def make_layers(case: Fields) -> tuple[AttentionLayer, ...]:
-    """The layers of the test model. They differ in everything that a layer may differ in.
+    """The layers of the test model. They differ in every property in which layers may differ.
 
     ``sinks`` are host tensors; the worker moves copies of them to the device.
     """
@@ -78,7 +78,7 @@ def bytes_in(made: object) -> int:
 class StepData:
     """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count.
 
-    Heads and widths are the case's; where layers differ in theirs, each lies in it as ``Case.head_maps`` says.
+    Heads and widths are the case's; if layers differ in these, ``Case.head_maps`` says where each layer's are stored.
     ``axes`` of a field: names of its first axes, along which parts of a step are cut. A ``row`` is one of a request.
     """
 
@@ -89,9 +89,10 @@ class StepData:
     v: torch.Tensor = field(metadata={"axes": "layer token"})
     """[L, T, Hk, Dv]: the new values. MLA: the first columns of ``k``."""
     hidden: torch.Tensor = field(metadata={"axes": "token"})
-    """[T, hidden] float32: what the model adds before its layers."""
+    """[T, hidden] float32: hidden states before the first layer."""
     stored_keys: torch.Tensor = field(metadata={"axes": "layer request key"})
-    """[L, B, S, Hk, Dqk] in the pool's dtype: every key as the pool holds it after this step. Junk past a length."""
+    """[L, B, S, Hk, Dqk] in the pool's dtype: every key as the pool holds it after this step; arbitrary values past a
+    length."""
     stored_values: torch.Tensor | None = field(metadata={"axes": "layer request key"})
     """[L, B, S, Hk, Dv] in the pool's dtype; None for MLA."""
     kv_scales: torch.Tensor
@@ -107,28 +108,29 @@ class StepData:
     row_offset: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64: row inside its request."""
     row_key: torch.Tensor = field(metadata={"axes": "token"})
-    """[T] int64: place of the row's own key among those of its request, along S."""
+    """[T] int64: index of the row's own key among those of its request, along S."""
     positions: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64."""
     out_cache_loc: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64."""
     allowed: torch.Tensor | None = field(default=None, metadata={"axes": "layer request row key"})
-    """[L, B, Tmax, S] bool: the visible keys that the rows of a layer attend. None: all of them."""
+    """[L, B, Tmax, S] bool: the visible keys to which the rows of a layer attend. None: all of them."""
     selected: torch.Tensor | None = field(default=None, metadata={"axes": "layer token"})
-    """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
+    """[L, T, topk] int32: indices of the keys to which each row attends, as the backend gets them. None: no
+    selection."""
     encoder: EncoderKeys | None = None
-    """Encoder keys, which lie first along S; None without cross-attention layers."""
+    """Encoder keys, which come first along S; None without cross-attention layers."""
     row_format: PackedRows | None = None
     """Format of the rows of ``stored_keys`` and ``stored_values``, which are bytes then. None: rows of numbers."""
     spans: bool = False
-    """True if ``visible`` has bidirectional spans: in layers without them, rows see no later key."""
+    """True if ``visible`` includes bidirectional spans; in layers without spans, rows see no later key."""
     qq_bias: torch.Tensor | None = field(default=None, metadata={"axes": "layer token row"})
-    """[1, T, C] float32: bias of each row on the rows of its request, of which the longest has C. -inf where it does
-    not see them. None: no bias. Diagnosis may have one for each layer, [L, T, C]."""
+    """[1, T, C] float32: bias of each row on the rows of its request, where the longest request has C rows. -inf for
+    rows that it does not see. None: no bias. In diagnosis each layer may have its own, [L, T, C]."""
     capped_qq_bias: bool = False
-    """True if the soft cap is applied to logits with this bias. A mistake: only diagnosis asks for it."""
+    """True if the soft cap is applied to logits with this bias. This is a mistake, which only diagnosis computes."""
     index: object = None
-    """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
+    """Data of the indexer (``steps/index_data.py``), if the answer depends on its selection."""
 
     def of_layer(self, part: str, layer: int) -> torch.Tensor:
         """``q``, ``k`` or ``v`` of the layer of this place."""
@@ -149,11 +151,11 @@ class StepData:
 
 
 _HEAD_SCALES = (0.25, 0.5, 1.0, 2.0)
-"""Scales of heads: powers of two, so that a quotient is exact. No two heads next to each other have the same."""
+"""Scales of heads: powers of two, so that a quotient is exact. Adjacent heads have different scales."""
 
 
 def scales_of_layers(case: Fields, step: Step, layers: Sequence[AttentionLayer]) -> torch.Tensor:
-    """[2, L, 1, 1, 1 or Hk, 1] float64: scales of keys and values. Those of heads are the step's own."""
+    """[2, L, 1, 1, 1 or Hk, 1] float64: scales of keys and values. Scales of heads change from step to step."""
     form = ROW_FORMATS.get(case.kv_dtype)
     if form is None or form.layer_scale != "head":
         found = [[layer.k_scale for layer in layers], [layer.v_scale for layer in layers]]
@@ -164,8 +166,8 @@ def scales_of_layers(case: Fields, step: Step, layers: Sequence[AttentionLayer])
 
 
 def dequantised(stored: torch.Tensor, scales: torch.Tensor, row_format: PackedRows | None = None) -> torch.Tensor:
-    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: of a pool in the model's dtype they
-    are not used. ``row_format``: of whole rows of bytes.
+    """Values of ``stored`` [L, ...] in float64, in new memory. ``scales`` [L, 1, ...] are not used for a pool in the
+    model's dtype. ``row_format``: of whole rows of bytes.
     """
     if stored.dtype.itemsize > 1:
         return stored.double()
@@ -186,7 +188,7 @@ def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
 _USUAL_RANGE = 256.0
 """Largest query with an FP8 pool, except in patterns that test larger ones."""
 _MOST_KEY = 64.0
-"""Largest key of ``negative`` in a pool of few bits: FP8 with the smallest scale of a layer holds 112."""
+"""Largest key of ``negative`` in a pool of few bits; FP8 with the smallest scale of a layer can store 112."""
 
 
 def of_fp8_range(
@@ -234,7 +236,8 @@ def as_stored(
 
 
 def _shared_rows(rows: torch.Tensor, step: Step, asked: int | None) -> torch.Tensor:
-    """[L, B, S, ...] with the same numbers wherever requests share slots: those of ``asked``, if it is one of them."""
+    """[L, B, S, ...] with the same values wherever requests share slots: those of request ``asked``, if it is one of
+    them."""
     shared = [request.shared for request in step.requests]
     most = int(np.argmax(shared))
     rows, source = rows.clone(), rows[:, most].clone()
@@ -294,7 +297,7 @@ def _of_pattern(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [layers, T, Hq, D], k [layers, B, S, Hk, D] and v [layers, B, S, Hk, dv] of heads of one shape, float32.
 
-    ``q_scale``: other than ``none``, no row is 0, of which a scale would be 0; its logits are.
+    ``q_scale``: if it is not ``none``, no row is 0, because its scale would be 0; only its logits are 0.
     """
     heads, kv_heads, dqk = shape
     keys = (layers, step.bs, max(step.lens), kv_heads)
@@ -326,7 +329,8 @@ def _drawn_by_layer(
 
 
 def numbers_of(schedule: Schedule, step: Step, pattern: str | None = None) -> tuple[object, ...]:
-    """A key for a step's numbers: one for all steps that hold the same, as a replay and an eager run's second step."""
+    """A key for a step's data: equal for all steps with the same data, such as a replay and the second step of an eager
+    run."""
     whole = None if step.part_of is None else step.part_of[0].requests
     return hashkey(schedule, step.seed, step.requests, whole, pattern, step.follows)
 
@@ -335,7 +339,7 @@ def numbers_of(schedule: Schedule, step: Step, pattern: str | None = None) -> tu
 def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis).
 
-    Some requests of a step (``Step.part_of``), and one chunk of it, have the numbers that they have in the whole step.
+    Some requests of a step (``Step.part_of``), and one chunk of it, have the data of the whole step.
     """
     if step.part_of is not None:
         whole, indices = step.part_of
@@ -393,7 +397,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
 
 
 def _has_zeros(case: Case, pattern: str) -> bool:
-    """True if packed rows have tiles of zeros: with ``gauss`` only, since other patterns count on their own numbers."""
+    """True if packed rows have tiles of zeros: only with ``gauss``, since other patterns rely on their values."""
     return pattern == "gauss" and scales_are_computed(case) and case.derived("tiles-of-zeros") > 0
 
 
@@ -411,7 +415,7 @@ _Chosen = slice | Sequence[int] | torch.Tensor
 
 
 def _cut(data: StepData, **chosen: _Chosen) -> dict[str, Any]:
-    """Each tensor of ``data`` with what is ``chosen`` along its axes, by name."""
+    """Each tensor of ``data``, cut to the ``chosen`` indices along its named axes."""
     cut: dict[str, Any] = {}
     for each in fields(StepData):
         axes, tensor = each.metadata.get("axes", ""), getattr(data, each.name)
@@ -421,12 +425,12 @@ def _cut(data: StepData, **chosen: _Chosen) -> dict[str, Any]:
 
 
 def _nobody(data: StepData) -> StepData:
-    """No row and no request of it."""
+    """Data without rows and without requests."""
     return replace(data, **_cut(data, request=slice(0), token=slice(0)), encoder=data.encoder and data.encoder.part(()))
 
 
 def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepData:
-    """``step``: those requests of the whole, which is ``data``."""
+    """Data of some requests, those of ``step``, cut from ``data`` of the whole step."""
     chosen, news = list(indices), [request.new for request in step.requests]
     mine = torch.cat([(data.row_request == index).nonzero()[:, 0] for index in chosen])
     cut = _cut(data, request=chosen, token=mine, row=slice(max(news)), key=slice(max(step.lens)))
@@ -435,7 +439,7 @@ def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepDa
 
 
 def _chunk(case: Case, data: StepData, whole: Step, step: Step) -> StepData:
-    """The rows of ``step``, a chunk of each request of the whole."""
+    """Data of the rows of ``step``, which has a chunk of each request of the whole step."""
     news = torch.tensor([request.new for request in step.requests])
     pairs = zip(step.requests, whole.requests, strict=True)
     first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
@@ -463,8 +467,8 @@ def pool_image(
     """The KV pool before or ``after`` a step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype.
 
     Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
-    request's last page hold large finite numbers instead, for backends that say they need that. ``unowned`` other than
-    NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of
+    request's last page hold large finite numbers instead, for backends that say they need that. An ``unowned`` other
+    than NaN helps to find out where a NaN in an output came from; ``marked`` is a pattern of
     ``steps/foreign_slots.py``.
     """
     stored = stored_parts(data)
@@ -497,8 +501,8 @@ def pool_image(
 def stored_kv(
     schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
 ) -> tuple[Ints, npt.NDArray[np.uint8]]:
-    """Return ``held_kv`` with large finite numbers in pages that a windowed KV group has freed, and ``unowned`` where a
-    layer does not store a key: encoder keys are those of cross-attention layers only.
+    """Return ``held_kv`` with large finite numbers in pages that a windowed KV group has freed, and with ``unowned`` if
+    a layer does not store a key: encoder keys are those of cross-attention layers only.
     """
     slots, rows = held_kv(step, data, after=after)
     if data.encoder:
@@ -528,14 +532,14 @@ def _held(request: Request, after: bool) -> Ints:
 
 
 def _unowned(dtype: torch.dtype, number: float) -> torch.Tensor:
-    """One number for unowned slots, of the pool's dtype: NaN, or ``number``, for which a pool of bytes holds 0."""
+    """Value for unowned slots, in the pool's dtype: NaN, or ``number``, which is 0 in a pool of bytes."""
     if math.isnan(number):
         return nan_of(dtype)
     return torch.full((), number if dtype.itemsize > 1 else 0.0, dtype=dtype)
 
 
 def nan_of(dtype: torch.dtype) -> torch.Tensor:
-    """NaN of a pool's dtype: of one byte, it is NaN in every plane of a packed row."""
+    """NaN in a pool's dtype; a byte of it is NaN in every plane of a packed row."""
     if dtype.itemsize > 1:
         return torch.full((), math.nan, dtype=dtype)
     return torch.tensor(ALL_NAN, dtype=torch.uint8).view(dtype)
@@ -548,7 +552,7 @@ def _filler(dtype: torch.dtype) -> torch.Tensor:
 
 def stored_parts(data: StepData) -> list[torch.Tensor]:
     """Keys and, except for MLA, values [L, B, S, Hk, Dqk] as the pool holds them. Values that are narrower than keys
-    are followed by zeros here, which no pool holds.
+    are padded with zeros here, which no pool stores.
     """
     keys, values = data.stored_keys, data.stored_values
     if values is None:

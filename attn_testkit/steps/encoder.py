@@ -1,6 +1,6 @@
 """Encoder keys of a step, which cross-attention layers see: their lengths, and those that the step stores.
 
-In the order of a request's keys they come first. A layer stores keys only where it sees them: elsewhere its part of the
+In the order of a request's keys they come first. A layer stores only keys that it sees: for other keys its part of the
 pool is unowned, although the slot has an owner.
 """
 
@@ -32,7 +32,7 @@ class EncoderKeys:
     request: torch.Tensor
     """[E] int64: request of each stored token."""
     place: torch.Tensor
-    """[E] int64: its number among the keys of its request."""
+    """[E] int64: index of each encoder token among the keys of its request."""
     slots: torch.Tensor
     """[E] int64: its slot."""
     k: torch.Tensor
@@ -68,7 +68,7 @@ class EncoderKeys:
 
 
 def encoder_keys(step: Step, layers: Sequence[AttentionLayer], k: torch.Tensor, v: torch.Tensor) -> EncoderKeys | None:
-    """Encoder keys of a step, out of ``k`` and ``v`` [L, B, S, Hk, D] of all its keys. None without cross-attention
+    """Encoder keys of a step, taken from ``k`` and ``v`` [L, B, S, Hk, D] of all its keys. None without cross-attention
     layers.
     """
     crosses = torch.tensor([layer.is_cross_attention for layer in layers])

@@ -1,7 +1,7 @@
-"""Places in the KV pool that a request must not read from, for asking how much of its weight went to each.
+"""Places in the KV pool that a request must not read from, to measure the weight that it gives to each.
 
-The pattern ``place.R.NAME`` gives all keys equal weight and a value of zero, but for the keys of one place, whose value
-is one in every channel: each output of request R is then the weight that went there.
+The pattern ``place.R.NAME`` gives all keys equal weight and a value of zero, except for the keys of one place, whose
+value is one in every channel: each output of request R is then the weight of that place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from .schedule import Request, Step
 
 PLACES: Mapping[str, str] = {
-    "tail": "slots behind its last key, in its last page",
+    "tail": "slots after its last key, in its last page",
     "others": "keys of other requests",
     "page0": "page 0",
     "unowned": "unowned pages",
@@ -46,7 +46,7 @@ def values_of_place(v: torch.Tensor, pattern: str) -> torch.Tensor:
 
 
 def tail_slots(request: Request, page: int) -> Slots:
-    """Slots of its pages that hold no key: in the last page behind the last key, in draft-decode behind each branch."""
+    """Slots of its pages that hold no key: in the last page after the last key, in draft-decode after each branch."""
     if request.columns is not None:
         region = request.columns[request.prefix - request.prefix % page :]
         pages = (np.unique(region // page)[:, None] * page + np.arange(page)).reshape(-1)

@@ -1,8 +1,7 @@
-"""The greedy-equivalence loop of a case: its tokens, their slots, and how much of each draft is left as proposed.
-
-Requests go on from a prompt, round after round, over a vocabulary whose numbers are known: a token's q, k and v follow
-from its id. A request has two rows of the request table, one for the target's KV and one for the draft's, as a draft
-model has its own KV. Each round reads what the one before it wrote.
+"""The greedy-equivalence loop of a case: its tokens, their slots, and the unchanged part of each draft. Requests
+continue from a prompt, round after round, over a vocabulary with known values: a token's q, k and v follow from its id.
+A request has two rows of the request table, one for the target's KV and one for the draft's, as a draft model has its
+own KV. Each round reads the KV of the round before it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _EXTENDS = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Host tensors in the model's dtype, but for ``hidden``, which is float32. One entry per token id."""
+    """Host tensors in the model's dtype, except ``hidden``, which is float32. One entry per token id."""
 
     q: torch.Tensor
     """[L, VOCAB, Hq, Dqk]."""
@@ -48,7 +47,7 @@ class Loop:
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each request; the last of them has no KV yet."""
     kept: npt.NDArray[np.int64]
-    """[rounds, bs]: tokens of each draft that are left as they were proposed; the next one is spoilt."""
+    """[rounds, bs]: number of tokens of each draft that are left as proposed; the next token is altered."""
     table: npt.NDArray[np.int32]
     """[1 + 2 * bs, columns]: request b has row ``1 + b`` for the target's KV and ``1 + bs + b`` for the draft's."""
 
@@ -58,7 +57,7 @@ class Loop:
         return self.prompts
 
     def lens(self, accepted: Sequence[Sequence[int]]) -> list[int]:
-        """Tokens of each text behind all rounds, the prompt included. ``accepted`` [rounds][bs]."""
+        """Tokens of each text after all rounds, the prompt included. ``accepted`` [rounds][bs]."""
         return [
             len(p) + sum(each) + len(each) for p, each in zip(self.prompts, zip(*accepted, strict=True), strict=True)
         ]
@@ -78,7 +77,7 @@ class Loop:
         return extends[number % len(extends)]
 
     def due(self, accepted: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, int]]:
-        """(stage, request, position) of every row of an accepted token, if so many are accepted of each draft.
+        """(stage, request, position) of every row of an accepted token, for the given numbers of accepted tokens.
 
         ``accepted`` [rounds][bs].
         """
@@ -102,7 +101,8 @@ def stage_name(number: int, mode: ForwardMode) -> str:
 
 
 def loop_modes(case: Case, modes: Set[ForwardMode]) -> tuple[ForwardMode, ...]:
-    """The modes of a draft-decode's loop, of those that are declared. Empty where it has none, or one is missing."""
+    """The modes of a draft-decode's loop, of those that are declared. Empty if the case has no loop, or if a mode is
+    missing."""
     extends = [mode for mode in _EXTENDS if mode in modes]
     if (
         not case.rounds
@@ -140,7 +140,7 @@ def make_loop(case: Case, modes: Sequence[ForwardMode]) -> Loop:
 
 
 def pages_of(rows: int, columns: int, page: int, rng: np.random.Generator) -> tuple[int, npt.NDArray[np.int32]]:
-    """Number of pages behind page 0, and the request table [1 + rows, columns]: each row has its own pages."""
+    """Number of pages after page 0, and the request table [1 + rows, columns]: each row has its own pages."""
     pages = rng.permutation(rows * columns // page).reshape(rows, -1) + 1
     table = np.zeros((1 + rows, columns), np.int32)
     table[1:] = (pages[..., None] * page + np.arange(page)).reshape(rows, columns)
@@ -148,7 +148,8 @@ def pages_of(rows: int, columns: int, page: int, rng: np.random.Generator) -> tu
 
 
 def kept_of(case: Case, steps: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """[rounds, bs]: tokens of each draft that stay as proposed. Everyone's whole draft first, and then nobody's."""
+    """[rounds, bs]: tokens of each draft that stay as proposed. First the whole draft of every request, then nothing of
+    any draft."""
     kept = rng.integers(0, steps + 1, (case.rounds, case.bs))
     kept[:2] = np.array([[steps], [0]])[: case.rounds]
     return kept
@@ -201,7 +202,7 @@ def stored_words(case: Case, words: Vocabulary) -> tuple[torch.Tensor, ...]:
 
 
 def data_of_tokens(schedule: Schedule, tokens: Sequence[Sequence[int]]) -> StepData:
-    """Input of the oracle for plain decode of these tokens: a row for each, which sees those before it."""
+    """Input of the oracle for plain decode of these tokens: one row per token, which sees the tokens before it."""
     case = schedule.case
     words, lens = make_vocabulary(case), [len(each) for each in tokens]
     longest = max(lens)

@@ -1,7 +1,7 @@
-"""The numbers of an indexer in a step: index keys by slot, queries and weights by row, and memory of the index pool.
+"""The data of an indexer in a step: index keys by slot, queries and weights by row, and memory of the index pool.
 
 Exact data are small whole numbers: sums of products are exact in float32, and in the narrower sums of FP8 tensor cores
-too. No two keys have the same score where a row's selection ends, so one selection is right.
+too. The last selected key of a row and the first omitted one have different scores, so only one selection is right.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _TRIES = 200
 _GAUSS = 3.0
 _VECTORS_OF_TIES = 9
 _NEAR_KEYS, _NEAR_QUERIES, _NEAR_GATES = (9, 15), (1, 4), (1, 5)
-"""Numbers of data whose scores are near each other, from .. to: of a sum of 127 products, all positive, 1.3 % is the
-standard deviation. Of the FP8 numbers no two next to each other are equal."""
+"""Bounds of data whose scores are close to each other: a sum of 127 positive products has a standard deviation of 1.3
+%. Adjacent FP8 numbers are different."""
 _NEARLY = slice(255, None, 511)
-"""Slots whose keys are nearly equal to others, in data of ties."""
+"""Number of slots whose keys are nearly equal to others, in data of ties."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ def _is_tied(q: np.ndarray, weights: np.ndarray, keys: np.ndarray, topk: int) ->
 
 
 def make_index_data(schedule: Schedule, step: Step) -> IndexData:
-    """Draw a step's numbers. Some requests of a step, and one chunk of it, have those of the whole step."""
+    """Draw a step's numbers. Some requests of a step, and one chunk of it, have the data of the whole step."""
     whole = step.part_of[0] if step.part_of else step
     drawn = _drawn(schedule, whole.chunk_of or whole)
     if whole.chunk_of is not None:

@@ -1,7 +1,7 @@
 """Places of a schedule's slots in the pools of a backend: in each KV group, and in a pool that is mostly unused.
 
-A schedule numbers slots once. The pool of each further group has the same pages in another order: the judge knows one
-numbering, and a backend meets one for each group. In a large pool half of the pages lie at its far end.
+A schedule numbers slots once. The pool of each further group has the same pages in another order: the judge uses one
+numbering, and a backend sees one per group. In a large pool half of the pages are at its far end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def group_of_place(schedule: Schedule, place: int) -> int:
 
 @lru_cache(maxsize=64)
 def slot_map(schedule: Schedule, group: int) -> Ints:
-    """[slots] int64: where each slot of the schedule lies in the pool of a group. Page 0 is page 0 in all of them."""
+    """[slots] int64: slot in the pool of a group for each slot of the schedule. Page 0 is page 0 in all groups."""
     page, pages = schedule.case.page_size, np.arange(1, schedule.num_pages + 1)
     pages = np.where(pages > schedule.num_pages // 2, pages + pages_in_pool(schedule) - schedule.num_pages, pages)
     if group:
@@ -37,9 +37,8 @@ def slot_map(schedule: Schedule, group: int) -> Ints:
 
 
 def pages_in_pool(schedule: Schedule) -> int:
-    """Pages behind page 0 that the pool has: those of the schedule, or as many as its way asks for.
-
-    With an indexer the numbers of index keys are as many as those of K, too.
+    """Number of pages of the pool after page 0: those of the schedule, or as many as a big pool needs. With an indexer
+    there are at least as many elements of index keys.
     """
     case, pages = schedule.case, schedule.num_pages
     _, heads, width = case.head_shape
@@ -48,7 +47,8 @@ def pages_in_pool(schedule: Schedule) -> int:
 
 
 def slots_of_schedule(schedule: Schedule, slots: torch.Tensor) -> torch.Tensor:
-    """[...] int64: slots of the pool as the schedule numbers them. Negative ones stay; -2: no slot of the schedule."""
+    """[...] int64: slots of the pool as the schedule numbers them. Negative values are kept; -2: no slot of the
+    schedule."""
     if not variant_of(schedule.case).pool_elements:
         return slots
     places = torch.from_numpy(slot_map(schedule, 0))
@@ -64,10 +64,9 @@ def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:
 def table_of_group(schedule: Schedule, step: Step, window: int, crosses: bool = False) -> npt.NDArray[np.int32]:
     """[rows, max_context_len] of a group with this window: slots as the schedule numbers them.
 
-    ``crosses``: of a group of cross-attention layers. That of the other layers has no encoder keys, which lie behind.
-
-    Every second request owns a page that it has freed once more, as a pool gives pages back to the request that freed
-    them (vLLM #30915).
+    ``crosses``: of a group of cross-attention layers. In the table of other layers the encoder keys come last. Every
+    second request owns a page again that it had freed, as a pool may return pages to the request that freed them (vLLM
+    #30915).
     """
     table, page = step.req_to_token, schedule.case.page_size
     if schedule.case.encoder_len and not crosses:
@@ -88,14 +87,13 @@ def table_of_group(schedule: Schedule, step: Step, window: int, crosses: bool = 
 
 
 def _first_kept(prefix: int, window: int, page: int) -> int:
-    """The place in the request's order at which the page of the first key begins that a row of the step may see."""
+    """Index of the first key in the first page from which a row of the step may see a key."""
     return max(0, prefix - window) // page * page
 
 
 def outgrown(schedule: Schedule, step: Step, windows: tuple[int, ...]) -> Iterator[tuple[slice, Ints]]:
-    """Layers of a group, and the slots that it has freed: whole pages that no row of the step sees.
-
-    ``windows``: of each layer. Slots as the schedule numbers them; pages that another request still sees are kept.
+    """Layers of a group, and the slots that the group has freed: whole pages that no row of the step sees. ``windows``:
+    the window of each layer. Slots are numbered as in the schedule; pages that another request still sees are kept.
     """
     if not schedule.case.layers.groups:
         return

@@ -1,7 +1,8 @@
 """The last rows of an extend step as steps of other modes: the same tokens with the same keys, in the same slots.
 
-A server that trains on what it generates scores tokens in a prefill that it has decoded or verified before, and the two
-have to agree in every bit (``Capabilities.mode_invariant``). It decodes in graphs, so they are replayed too.
+A server that trains on its own output scores tokens in a prefill that it decoded or verified before, and both results
+have to agree in every bit (``Capabilities.mode_invariant``). Such a server decodes in graphs, so these steps are
+replayed too.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from .numerics import numerics_of
 from .schedule import Request, Schedule, Step, make_schedule
 
 LAST_ROWS = "last rows"
-"""Name of their step, and the first words of the names of others that only graphs have."""
+"""Name of the step with the last rows, and the prefix of the names of further steps that only graphs have."""
 _MOST = 4
 _MOST_CAPTURED = 128
-"""Requests of a batch up to which its last rows are captured: captures of a thousand take longer than all else."""
+"""Requests of a batch up to which its last rows are captured: captures of a thousand requests take longer than
+everything else."""
 
 
 def has_last_rows(case: Case) -> bool:
-    """True for an extend whose last rows other modes can have: each request has one, and sees only earlier keys.
+    """True for an extend whose last rows can be run in other modes: each request has a last row, which sees only
+    earlier keys.
 
-    Not with KV splits, states, selections or other modes on the instance; not for chunks, of which a request may have
-    none in a step, nor in a pool beyond 2^31 elements, in which slots lie by the case's variant. With spans a row sees
-    later keys, and a bias belongs to the rows of a step.
+    Not with KV splits, states, selections or other modes on the instance; not for chunks, because a request may have no
+    row in a step, and not in a pool beyond 2^31 elements, in which the case's variant places the slots. With spans a
+    row sees later keys, and a bias belongs to the rows of a step.
     """
     biased = case.spans is not None or case.qq_bias != "none"
     left_out = case.kv_splits or case.multi_mode or case.state or case.selection or case.chunks > 1 or biased
@@ -42,10 +45,11 @@ def has_last_rows(case: Case) -> bool:
 
 @lru_cache(maxsize=64)
 def last_rows_of(own: Schedule, declared: Capabilities) -> tuple[Schedule, ...]:
-    """A schedule for each declared mode that has them: decode, and a chain to verify. The same objects every time.
+    """A schedule for each declared mode of last rows: decode, and a chain to verify. The same objects are returned
+    every time.
 
-    They share the instance of ``own``, whose first step has the rows. The first step of each runs in eager mode, where
-    that is declared. Graphs replay all of them: one is in a bucket that the batch fills, the other in the next power of
+    They share the instance of ``own``, whose first step has the rows. The first step of each runs in eager mode, if
+    that is declared. Graphs replay all steps: one is in a bucket that the batch fills, the other in the next power of
     two, unless the case has no padded requests.
     """
     case, first = own.case, own.steps[0]
@@ -91,8 +95,9 @@ def _in_bucket(first: Step, index: int, bucket: int, requests: tuple[Request, ..
 
 
 def captured_for_bits(schedules: Sequence[Schedule], declared: Capabilities) -> list[Schedule]:
-    """Schedules of an eager case-run that it captures after its eager steps, to compare bits: those of last rows, and
-    the extend itself, if their modes are declared for graphs. None without last rows, and none of a very large batch.
+    """Schedules that an eager case-run captures after its eager steps, to compare bits: those of last rows, and the
+    extend itself, if their modes are declared for graphs. There are none without last rows, and none for a very large
+    batch.
     """
     rows = [each for each in schedules if each.steps[0].name == LAST_ROWS and each.steps[0].bs <= _MOST_CAPTURED]
     return [each for each in (schedules[0], *rows) if rows and each.case.mode in declared.graph]

@@ -1,4 +1,4 @@
-"""Numerics of a case: what of a backend's numbers its data and its limits depend on."""
+"""Numerics of a case: the declared formats on which its data and its limits depend."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from ..contract import Capabilities, ForwardMode
 
 @dataclass(frozen=True)
 class Numerics:
-    """The numbers of a schedule. Backends with the same for a case share its schedule and the oracle's answers."""
+    """Declared formats of a schedule. Backends with equal numerics for a case share its schedule and the oracle's
+    answers."""
 
     matmul_dtype: str = "model"
-    """Dtype of the backend's products (``Capabilities.matmul_dtype``, and ``tf32`` of ``Capabilities.fp32_products``
-    if that is coarser): limits follow from it, and whether the queries of a case with an FP8 pool are numbers that
-    FP8 holds."""
+    """Dtype of the backend's products (``Capabilities.matmul_dtype``, and ``tf32`` of ``Capabilities.fp32_products`` if
+    that is coarser): limits follow from it, and so do the queries of a case with an FP8 pool, which may have to be
+    exact in FP8."""
     new_rows_as_given: bool = False
-    """True: a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
+    """True: a forward's own rows are attended to as given (``Capabilities.new_rows_as_given``)."""
     lse_dtype: str = "fp32"
     """Dtype of the log-sum-exps of a case with KV splits: ``fp32``, or ``model`` for the case's dtype."""
     q_scale: str = "none"
@@ -30,11 +31,11 @@ class Numerics:
 
 
 MODEL = Numerics()
-"""Everything in the dtype of the model."""
+"""Numerics with everything in the dtype of the model."""
 
 
 def numerics_of(case: Case, declared: Capabilities) -> Numerics:
-    """Return the numerics of a case: what is declared for FP8 pools holds for cases that have one."""
+    """Return the numerics of a case: declarations for FP8 pools apply only to cases with an FP8 pool."""
     in_fp8 = case.kv_dtype != "same"
     products = declared.matmul_dtype if in_fp8 else "model"
     if products == "model" and case.dtype == "fp32" and declared.fp32_products == "tf32":

@@ -1,4 +1,5 @@
-"""Packed rows of a KV pool as test data: keys with one right packing, tiles of zeros, and right scales that differ."""
+"""Packed rows of a KV pool as test data: keys with only one right packing, tiles of zeros, and scales that differ
+within rounding."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from ..contract.row_format import LARGEST, PackedRows, Plane, codes_of, in_tiles
 
 _NEAR_TIE = 2.0**-14
 _ULPS = 4
-"""Units in the last place that a scale may be off: division on a GPU may be off by two."""
+"""Allowed error of a scale in units in the last place: division on a GPU may be off by two."""
 
 
 def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
     """A copy of ``keys`` [..., width] in 16 bits that rounds the same way for every method of computing scales.
 
-    Values near a rounding midpoint are moved one unit toward zero. The largest of a tile are smaller if
-    its scale is near such a middle, or its quotient near a power of two. Each tile has a number that is not tiny: there
-    servers differ (SGLang stores -448 and a scale of 0, vLLM has a smallest scale). ``by``: scale of the layer, a power
-    of two, that keys are divided by.
+    Values near a rounding midpoint are moved one unit toward zero. The largest values of a tile are reduced if its
+    scale is near such a midpoint, or its quotient near a power of two. Each tile has a value that is not tiny, because
+    servers treat tiny tiles differently (SGLang stores -448 and a scale of 0, vLLM has a smallest scale). ``by``: scale
+    of the layer, a power of two, by which keys are divided.
     """
     keys = keys + 0.0  # no -0, of which a format may have none
     for plane in packed.format.planes:
@@ -41,14 +42,15 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
 
 
 _A_UNIT_LESS = 1 - 2.0**-7.5
-"""A number of 16 bits times this is one or two units smaller."""
+"""Factor that makes a 16-bit number one or two units smaller."""
 _OFF_A_POWER = 2.0**-4
-"""More than the error of a quotient whose logarithm is computed in bf16 (SGLang's FP4MXBlock16KVQuantizeUtil): 2^-5.
-No middle between two numbers of a format is so near."""
+"""Distance from a power of two: 2^-5, more than the error of a quotient whose logarithm is computed in bf16 (SGLang's
+FP4MXBlock16KVQuantizeUtil). No midpoint between two numbers of a format is this close."""
 
 
 def _most(packed: PackedRows, scales: Plane, keys: torch.Tensor) -> torch.Tensor:
-    """[..., tiles, 1] float32: the largest number of a tile that has a scale however it is computed; inf: it has."""
+    """[..., tiles, 1] float32: the largest magnitude that a tile may have so that every method gives one scale; inf: no
+    bound."""
     of = next(each.dtype for each in packed.format.planes if each.of == scales.of and not each.is_scales)
     exact = packed.exact_scales(scales, keys)[..., None]
     if scales.rule == "power_of_two":
@@ -64,16 +66,15 @@ def _most(packed: PackedRows, scales: Plane, keys: torch.Tensor) -> torch.Tensor
 
 
 _ROWS, _ONE_LEFT, _SOME = 0.125, 0.25, 0.5
-"""Bounds of a draw in 0 .. 1: below the first a row is zeros, below the second all but one of its tiles, below the
-third each tile with a probability of a quarter."""
+"""Bounds of a draw in 0 .. 1: below the first a row is zeros, below the second all but one of its tiles are, and below
+the third each tile is with a probability of a quarter."""
 _OF_SOME = 0.25
 
 
 def zero_tiles(packed: PackedRows, shape: torch.Size, seed: int, ends: tuple[int, int]) -> torch.Tensor:
-    """[L, B, S, Hk, width] bool: numbers of keys of this ``shape`` that are 0 in data with tiles of zeros.
-
-    The largest magnitude of such a tile is 0, and so is a scale that is computed of it; 0 / 0 is NaN (aiter #4195).
-    ``ends``: a request and a place in it whose row is zeros in the first layer and head, whatever the draw says.
+    """[L, B, S, Hk, width] bool: elements of keys of this ``shape`` that are 0 in data with tiles of zeros. The largest
+    magnitude of such a tile is 0, and so is a scale computed from it; 0 / 0 is NaN (aiter #4195). ``ends``: a request
+    and a position whose row is always zeros in the first layer and head.
     """
     width = min(packed.latent, shape[-1])
     tile = packed.scale_planes[0].tile or width
@@ -90,10 +91,9 @@ def zero_tiles(packed: PackedRows, shape: torch.Size, seed: int, ends: tuple[int
 
 
 def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """A copy of ``rows`` with the scales of ``want``, where they differ by rounding only. [..., bytes] uint8.
-
-    Tiles of zeros are those of ``want``, too, if all of their products are 0: servers store a scale of 0, a smallest
-    one or 1, and with a scale of 0 some number.
+    """A copy of ``rows`` with the scales of ``want``, if they differ only by rounding. [..., bytes] uint8. Tiles of
+    zeros are replaced by those of ``want``, too, if all of their products are 0: servers store a scale of 0, the
+    smallest scale or 1, and any value next to a scale of 0.
     """
     rows = rows.clone()
     for plane in packed.scale_planes if rows.numel() else ():
@@ -117,5 +117,5 @@ def _by_tile(raw: torch.Tensor, tiles: int) -> torch.Tensor:
 
 
 def holds_zeros(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tensor:
-    """[..., tiles] bool: tiles of the scales of ``plane`` in which all that ``rows`` [..., bytes] mean is 0."""
+    """[..., tiles] bool: tiles of the scales of ``plane`` in which all values of ``rows`` [..., bytes] are 0."""
     return (in_tiles(packed.unpack(rows)[..., packed.part(plane)], plane.tile) == 0).all(-1)

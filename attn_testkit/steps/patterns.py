@@ -48,22 +48,22 @@ from ..cases.normals import normals
 from .query_scales import LARGEST_FP8
 
 CODE_BOUND = 8
-"""Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
+"""The sum of consecutive codes is at most twice this number in any channel. A power of two."""
 LARGE_AND_SMALL = "large_and_small_queries"
 ALIKE = frozenset({"large_and_small_values"})
-"""Patterns whose values are all but the same in every channel."""
+"""Patterns whose values are nearly equal in every channel."""
 FAINT_RUN = 512
-"""A key that weighs much, and those behind it that weigh little."""
+"""Length of a run of keys: one with a large weight, and the following ones with small weights."""
 _TOWERING = 32000.0
-"""Near half of the largest number of fp16: the sum of three is beyond it, and their mean is not."""
+"""Near half of the largest fp16 number: the sum of three exceeds fp16, their mean does not."""
 _LARGE_QUERY, _SMALL_QUERY = 448.0 * 2.0**2, 448.0 * 2.0**-17
-"""The second is 0.0034, and a quarter of it is 0 in FP8. Kernels that keep scales from 0 have 1 / (448 * 512) for the
-smallest, half of what this one has."""
+"""Magnitudes of large and small queries. The second is 0.0034, and a quarter of it is 0 in FP8. Kernels with a smallest
+scale use 1 / (448 * 512), half of the scale here."""
 _LARGE_KEY = 112.0
-"""The largest number of an FP8 pool whose scale is 1/4, as a layer's is."""
+"""Largest number of an FP8 pool whose scale is 1/4, as in one layer."""
 
 _COHERENT = 64
-"""Equal terms that a logit of ``negative`` is the sum of, and fewer than twice as many."""
+"""A logit of ``negative`` is a sum of this number of equal terms or more, but fewer than twice as many."""
 _Shape = tuple[int, ...]
 _Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Maker = Callable[[_Shape, _Shape, _Shape, np.random.Generator], _Drawn]
@@ -178,7 +178,7 @@ def _plus_minus_one(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -
 def balanced_codes(shape: _Shape, rng: np.random.Generator) -> torch.Tensor:
     """Float32 of +1 and -1. Along the third dimension they are the steps of a walk from 0 that turns at the bound.
 
-    A walk with mirrors is a free walk folded at them, so that there is no loop over keys.
+    A reflected walk is a free walk that is folded at the bounds, so no loop over keys is needed.
     """
     layers, requests, keys, *rest = shape
     count = layers * requests * math.prod(rest)
@@ -211,7 +211,7 @@ _MAKERS: dict[str, _Maker] = {
 
 
 def draw(pattern: str, q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    """Queries, keys and values of the shapes ``q``, ``k``, ``v``, in float32. Keys lie along the third dimension.
+    """Queries, keys and values of the shapes ``q``, ``k``, ``v``, in float32. Keys are along the third dimension.
 
     A pattern for diagnosis (``probe.``, ``place.``) begins as ``mean``, and so does any other name.
     """
@@ -230,7 +230,7 @@ def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[
 def mark_keys(v: torch.Tensor, lens: list[int], rng: np.random.Generator) -> None:
     """Write one-hot values into ``v`` [L, B, S, Hk, Dv], zeros before; ``lens``: keys of each request.
 
-    All keys if there are channels enough, else the last, the first and a random choice.
+    All keys if there are enough channels, else the first and the last ones and a random choice.
     """
     _, _, _, heads, dim = v.shape
     for b, length in enumerate(lens):

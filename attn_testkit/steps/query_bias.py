@@ -1,4 +1,4 @@
-"""The numbers of a bias among the rows of a step (``ForwardBatch.qq_bias``)."""
+"""The data of a bias among the rows of a step (``ForwardBatch.qq_bias``)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..contract import ForwardMode
 from .schedule import Step
 
 BEHIND_ROWS = 24.0
-"""Number in columns behind the rows of a request: a logit with it takes all weight."""
+"""Value in columns after the rows of a request: a logit with it would get all weight."""
 COLUMNS_BETWEEN = 3
-"""Columns of the buffer behind those of a row, which hold NaN: no batch has such a width."""
+"""Extra columns of the buffer after those of a row, which hold NaN; no batch has this width."""
 _PARTS, _MOST = 8, 4
 
 
@@ -24,8 +24,8 @@ def bias_width(case: Fields, most: int) -> int:
 def make_query_bias(case: Fields, step: Step, visible: torch.Tensor) -> torch.Tensor | None:
     """[1, T, C] float32, with C rows of the longest request; None if the case has no bias.
 
-    ``visible`` [B, C, S] bool, without windows: where a row does not see another, the bias is -inf. Others are
-    multiples of 1/8 of at most 4, which bf16 holds exactly. They are drawn apart from all other numbers.
+    ``visible`` [B, C, S] bool, without windows: the bias is -inf if a row does not see another. Other values are
+    multiples of 1/8 up to 4, which are exact in bf16. They are drawn independently of all other data.
     """
     if case.qq_bias == "none":
         return None

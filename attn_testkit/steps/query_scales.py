@@ -1,9 +1,9 @@
-"""Queries of kernels that round them to FP8: numbers on which the rounding is exact, under the declared scale.
+"""Queries of kernels that round them to FP8: numbers that are exact under this rounding with the declared scale.
 
 A kernel that scales queries divides them by the largest |q| of a group over 448 (or by the next power of two), rounds
 to e4m3, and multiplies the logits by that scale. Every head of every row has a largest |q| of 448 times a power of two
-here. So the scale of any group of them is a power of two, whatever the group is, and if all numbers of the group are
-e4m3 numbers times that scale nothing is rounded: limits need no room for it, and a kernel with another scale is wrong.
+here. So the scale of any group is a power of two, and if all values of the group are e4m3 numbers times that scale,
+nothing is rounded: limits need no allowance for it, and a kernel with a different scale is wrong.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ E4M3 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 """Largest number of e4m3fn."""
 _SHARED = {"per_token_head": (3,), "per_token": (2, 3), "per_tensor": (1, 2, 3)}
-"""Dimensions of [L, T, Hq, D] whose numbers have one scale, by ``Capabilities.q_scale``."""
+"""Dimensions of [L, T, Hq, D] along which values share a scale, by ``Capabilities.q_scale``."""
 
 
 def group_largest(sizes: torch.Tensor, q_scale: str) -> torch.Tensor:
-    """[L, 1 or T, 1 or Hq, 1]: the largest of ``sizes`` [L, T, Hq, D or 1] of each group that shares a scale."""
+    """[L, 1 or T, 1 or Hq, 1]: the largest of ``sizes`` [L, T, Hq, D or 1] in each group that shares a scale."""
     return sizes.amax(_SHARED[q_scale], keepdim=True)
 
 
 def held_queries(q: torch.Tensor, q_scale: str) -> torch.Tensor:
-    """``q`` [L, T, Hq, D] float32, moved to numbers that a kernel with this ``q_scale`` rounds to themselves."""
+    """``q`` [L, T, Hq, D] float32, changed to values that a kernel with this ``q_scale`` rounds to themselves."""
     largest = q.abs().amax(-1, keepdim=True)
     scales = torch.exp2((largest / LARGEST_FP8).log2().round())
     q = q * torch.where(largest > 0, scales * LARGEST_FP8 / largest, 1.0)
@@ -36,8 +36,8 @@ def held_queries(q: torch.Tensor, q_scale: str) -> torch.Tensor:
 def large_or_small(q: torch.Tensor, q_scale: str, rng: np.random.Generator) -> torch.Tensor:
     """Keep either the last channel of each row of ``q`` [L, T, Hq, D], which is large, or the others, which are small.
 
-    Rows of one scale are alike, and the rows next to them are not. If a tensor has one scale it is all large, all
-    small, or has both: small rows may vanish then.
+    Rows that share a scale are alike, and adjacent rows are not. A tensor with one scale is all large, all small, or
+    mixed: then small rows may vanish.
     """
     layer, row, head = (torch.arange(count) for count in q.shape[:3])
     layer, row, head = layer[:, None, None], row[:, None], head
@@ -52,13 +52,14 @@ def large_or_small(q: torch.Tensor, q_scale: str, rng: np.random.Generator) -> t
 
 
 _ONE_OF = 4
-"""Number of groups with a scale of their own, one of which is zeros."""
+"""Number of groups of queries, each with a scale, of which one is zeros."""
 
 
 def some_zeros(q: torch.Tensor, q_scale: str) -> torch.Tensor:
     """``q`` [L, T, Hq, D] with groups of zeros, whose largest |q| is 0: every fourth token, or head of tokens.
 
-    A scale that is computed like the others is 0 there, and 0 / 0 is NaN (aiter #4195). ``per_tensor``: no zeros.
+    A scale that is computed like the others is 0 for such a group, and 0 / 0 is NaN (aiter #4195). ``per_tensor``: no
+    zeros.
     """
     if q_scale == "per_tensor":
         return q

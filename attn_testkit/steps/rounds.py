@@ -1,8 +1,6 @@
-"""Rounds of target-verify: which drafts are accepted, and how many rounds a step continues.
-
-The same requests are verified again and again, in reverse order of the batch each time, on the states that the round
-before left on the instance. A step names the one that runs before it (``Step.follows``). So each run of a step, for a
-diagnosis too, is one of its whole chain.
+"""Rounds of target-verify: the accepted drafts, and the rounds before a step. The same requests are verified
+repeatedly, each time in reverse order of the batch, on the states of the round before. A step names the step that runs
+before it (``Step.follows``). So each run of a step, also in a diagnosis, is a run of its whole chain.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ _MOST = 3
 
 
 def accepted_nodes(case: Case, index: int, count: int) -> tuple[int, ...]:
-    """Accepted nodes of each of ``count`` drafts, for layers with states: all in one batch, as few as can be in
-    another, and different ones elsewhere.
-
-    The root of a draft is the token that was sampled last, and servers always accept it: only padded requests commit
-    nothing.
+    """Accepted nodes of each of ``count`` drafts, for layers with states: all nodes in one batch, the fewest possible
+    in another, and different numbers in the others. The root of a draft is the last sampled token, which servers always
+    accept: only padded requests commit nothing.
     """
     least, most = 1, case.width
     if index in (1, 2):
@@ -34,5 +30,5 @@ def rounds_before(index: int) -> int:
 
 
 def accepted_before(case: Case, index: int, rounds: int, count: int) -> tuple[int, ...]:
-    """Accepted nodes of each draft, so many rounds before a step."""
+    """Accepted nodes of each draft, this number of rounds before a step."""
     return accepted_nodes(case, index + _MOST * rounds, count)

@@ -1,13 +1,11 @@
 """Schedule of a case: the lengths of ``plans.py`` become steps with requests, slots, pages and trees.
 
-Eager runs the first step, the same again, and another one, on one instance. A graph run captures the buckets,
-largest first, and then replays every step: larger batches, then smaller; exact and padded; the other bucket; the first
-batch again with other slots, pool rows and data. Capture sees none of these lengths (servers capture with the fill
-value).
-
-A plan that is kept because a key looks the same fails on adjacent steps that agree in the key and in nothing else: a
-step whose lengths are those of the step before, with other requests, slots, trees and data, and one that has them in
-another order.
+Eager runs the first step, the same again, and another one, on one instance. A graph run captures the buckets, largest
+first, and then replays every step: larger batches, then smaller; exact and padded; the other bucket; the first batch
+again with other slots, pool rows and data. A capture uses none of these lengths (servers capture with the fill value).
+A plan that is reused because its cache key looks the same fails on adjacent steps that agree only in the key: a step
+with the lengths of the step before but other requests, slots, trees and data, and a step with these lengths in another
+order.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ Ints = npt.NDArray[np.int64]
 _SECOND = next(parameter for parameter in DERIVED_PARAMETERS if parameter.name == "second-step")
 _SAME_LENGTHS = "same lengths, other requests"
 PADDED_TOKENS = 3
-"""Rows of no request behind those of the plan, in cases with ``padded_tokens``; in some batches as many as requests, so
-that dividing by them gives wrong rows per request."""
+"""Numbers of rows that belong to no request after those of the plan, in cases with ``padded_tokens``; in some batches
+as many as requests, so that a division gives wrong rows per request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +56,23 @@ class Request:
     tree: Tree | None = None
     """Target-verify: the draft tree of these rows."""
     accepted: int = 1
-    """Draft-extend: accepted tokens; the last of them is the row the draft model continues from. Target-verify of
-    layers with states: accepted nodes, of which the state after the step is made; 0: the state stays."""
+    """Draft-extend: accepted tokens; the last of them is the row from which the draft model continues. Target-verify of
+    layers with states: accepted nodes, which determine the state after the step; 0: the state does not change."""
     shared: int = 0
-    """First tokens of the prefix that lie in pages which other requests share, as a prefix cache has it."""
+    """Number of leading tokens of the prefix in pages that other requests share, as with a prefix cache."""
     draft: Draft | None = None
     """Draft-decode: the branches of these rows."""
     columns: Ints | None = None
-    """Draft-decode: [columns] int64, KV slot of each column of the request table. None elsewhere: those of tokens."""
+    """Draft-decode: [columns] int64, KV slot of each column of the request table. None in other modes, where columns
+    follow the tokens."""
     spans: tuple[Span, ...] = ()
     """Bidirectional spans: first and last position of each, both included."""
     copies: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    """Draft-decode: [K - 1, n] int64, slots that hold the prefix's last n tokens again, for a branch each."""
+    """Draft-decode: [K - 1, n] int64, slots that hold copies of the prefix's last n tokens, one row per branch."""
     encoder_len: int = 0
-    """First keys of the prefix that are those of an encoder, which only cross-attention layers see."""
+    """Number of leading keys of the prefix that come from an encoder, which only cross-attention layers see."""
     stores_encoder: bool = False
-    """True if this step stores them: they are not in the pool before it."""
+    """True if this step stores the encoder keys, so they are not in the pool before it."""
 
     @property
     def decoder_prefix(self) -> int:
@@ -82,7 +81,7 @@ class Request:
 
     @property
     def table_slots(self) -> Ints:
-        """[columns] int64: what its row of the request table says."""
+        """[columns] int64: slots in its row of the request table."""
         return self.slots if self.columns is None else self.columns
 
 
@@ -93,14 +92,14 @@ class Step:
     name: str
     """Unique inside a schedule; ``Schedule.step_named`` finds the step again by it, in another process too."""
     index: int
-    """Place among the steps that were laid out, from 0 on; accepted counts and trees follow it."""
+    """Index among the steps of the schedule, from 0 on; accepted counts and trees depend on it."""
     label: str
     """Purpose of the step, in words; for reports."""
     bucket: int
     """Batch size of the graph that replays it."""
     requests: tuple[Request, ...]
     req_to_token: npt.NDArray[np.int32]
-    """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
+    """[rows, max_context_len]: live rows, with foreign slots in every tail and every unused row; row 0 is zeros."""
     seed: int
     """Seed of its random numbers."""
     part_of: tuple[Step, tuple[int, ...]] | None = None
@@ -112,10 +111,11 @@ class Step:
     """The step that runs on the instance right before it, whose requests it continues: memory is not loaded before
     it. Layers with states only (``steps/rounds.py``)."""
     cached_for: Step | None = None
-    """The step whose requests continue the states that the prompts of this one leave, as it is without this one. Layers
-    with states only (``steps/cached_prompts.py``)."""
+    """The step whose requests continue the states of this step's prompts, without its link to this step. Only for
+    layers with states (``steps/cached_prompts.py``)."""
     eager_too: bool = False
-    """True if an eager run of the step follows its replay; without a request only if the backend takes that."""
+    """True if an eager run of the step follows its replay; for a step without requests only if the backend supports
+    that."""
     layout: str = ""
     """Order of its tokens in the KV pool: one of ``LAYOUTS``."""
     padding: str = ""
@@ -123,9 +123,9 @@ class Step:
     data: str = "gauss"
     """Data pattern of its numbers: one of ``DATA_PATTERN``'s."""
     stored: bool = False
-    """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
+    """True: the pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN or None."""
     other_strides: bool = False
-    """q, k and v are contiguous where the case's are views of one packed tensor, and views where they are not."""
+    """True: q, k and v are contiguous if the case's are views of one packed tensor, and views if they are not."""
 
     @property
     def own_variations(self) -> tuple[str, ...]:
@@ -155,9 +155,8 @@ class Step:
 
 
 def part(step: Step, indices: Sequence[int]) -> Step:
-    """Some requests of a step, in the order of ``indices``, with the numbers and the slots that they have there.
-
-    The same object every time. Raises ``IndexError`` where there is no such request.
+    """Some requests of a step, in the order of ``indices``, with their data and slots. The same object is returned
+    every time. Raises ``IndexError`` if there is no such request.
     """
     chosen = tuple(indices)
     if chosen not in step.parts:
@@ -178,22 +177,23 @@ def _same_requests(step: Step, requests: Sequence[Request]) -> Step:
 
 
 def only(step: Step, index: int) -> Step:
-    """One request of a step by itself; the same object every time. Raises ``IndexError`` where there is none."""
+    """One request of a step by itself; the same object every time. Raises ``IndexError`` if there is no such
+    request."""
     return part(step, (index,))
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """All steps of a case, and the sizes that hold for all of them."""
+    """All steps of a case, and the sizes that apply to all of them."""
 
     case: Case
     buckets: tuple[int, ...]
     """Descending."""
     steps: tuple[Step, ...]
     second: Step
-    """The step that an eager run has after the first one."""
+    """The second step of an eager run."""
     oversized: Step
-    """More requests than the largest graph holds; eager only."""
+    """A step with more requests than the largest graph; it runs only eagerly."""
     max_context_len: int
     """Columns of ``req_to_token``, in tokens."""
     num_pages: int
@@ -268,7 +268,7 @@ class Schedule:
     @property
     def most_rows(self) -> int:
         """Rows of the largest step, all forwards together."""
-        # Encoder keys that a step stores lie in the same tables as its rows.
+        # Encoder keys that a step stores are in the same tables as its rows.
         return self.most_requests * (self.case.width + self.max_encoder_len)
 
     @property
@@ -286,7 +286,7 @@ class Schedule:
     def step_named(self, name: str) -> Step:
         """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``part`` makes of one of them.
 
-        The same object every time. Raises ``KeyError`` that lists the names there are.
+        The same object is returned every time. Raises ``KeyError`` with the existing names.
         """
         named = {step.name: step for step in self.every_step}
         if name in named:
@@ -342,7 +342,8 @@ def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Genera
 def _shared_pages(case: Case, prefixes: tuple[int, ...]) -> list[int]:
     """Number of pages of each request that it shares with others: whole pages of a prefix, from the first on.
 
-    The others are requests of its step, or of other steps. In half of the cases prefixes part before the shortest ends.
+    The other requests belong to the same step or to other steps. In half of the cases prefixes differ before the
+    shortest one ends.
     """
     if case.layout != "shared":
         return [0] * len(prefixes)
@@ -359,7 +360,7 @@ def _pages_for(
     """Page ids (1-based: page 0 is reserved) of each request. ``home``: the same number, the same shared pages."""
     if any(shared):
         most = max(shared)
-        # A cached prefix lies where it lay in earlier steps; the rest of a request lies anywhere.
+        # A cached prefix stays where it was in earlier steps; the rest of a request may be anywhere.
         cached = np.random.default_rng(home).permutation(num_pages)[:most] + 1
         # Not setdiff1d, which hashes every page of a long request.
         free = np.ones(num_pages + 1, np.bool_)
@@ -437,7 +438,7 @@ def _build_step(
 
 
 def _page_counts(case: Case, lens: Sequence[int], encoder_lens: Sequence[int]) -> list[int]:
-    """Pages of each request. Encoder keys and those of the decoder lie in pages of their own."""
+    """Pages of each request. Encoder keys and decoder keys are in separate pages."""
     page = case.page_size
     return [-(-first // page) - (first - length) // page for length, first in zip(lens, encoder_lens, strict=True)]
 
@@ -450,7 +451,7 @@ def _slots_in(pages: Ints, page: int, length: int, encoder_len: int) -> Ints:
 
 
 def branched(request: Request, draft: Draft, page: int) -> Request:
-    """A request whose slots are columns of the request table, with a row of slots for each branch."""
+    """A request with branches: its slots are columns of the request table, with a range of slots for each branch."""
     columns, prefix = request.slots, request.prefix
     own = draft.columns(prefix, page)[:, : draft.forwards].reshape(-1)
     slots = np.concatenate([columns[:prefix], columns[own]])
@@ -485,7 +486,7 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
 
 
 def _after(case: Case, step: Step, rounds: int) -> Step:
-    """The step after so many rounds of the same requests (``steps/rounds.py``)."""
+    """The step after this number of rounds of the same requests (``steps/rounds.py``)."""
     if not rounds or not step.requests:
         return step
     counts = accepted_before(case, step.index, rounds, step.bs)
@@ -502,7 +503,7 @@ def _after(case: Case, step: Step, rounds: int) -> Step:
 
 
 def _after_prompts(case: Case, step: Step, sizes: tuple[int, int, int, int]) -> Step:
-    """The step with requests that continue states of a prefix cache, after the prompts that left them there."""
+    """The step whose requests continue states of a prefix cache, after the step whose prompts left these states."""
     if case.state is None or step.follows is not None:
         return step
     chunk, room = case.state.snapshots or 1, case.width
@@ -534,7 +535,7 @@ def _after_prompts(case: Case, step: Step, sizes: tuple[int, int, int, int]) -> 
 
 
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
-    """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
+    """One of the steps after the first, or a step that shares only the lengths of the first."""
     label = _SECOND.values[0 if case.encoder_len else case.derived(_SECOND.name)].words
     if label == _SECOND.values[0].words:
         own = steps[0].requests
@@ -552,14 +553,15 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
 
 
 def _other_encoders(lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the same encoders with other requests; of several, one has none, which only eager steps may have."""
+    """Return the same encoders with other requests; if there are several requests, one has no encoder, which only eager
+    steps support."""
     turned = [*lens[1:], lens[0]]
     return (*turned[:-1], 0) if len(turned) > 1 else tuple(turned)
 
 
 def make_schedule(case: Case, numerics: Numerics = MODEL) -> Schedule:
-    """Lay out all steps of a case. The same case and numerics always give the same object: what is computed of a
-    schedule is kept by it.
+    """Lay out all steps of a case. The same case and numerics always give the same object, which keeps the results that
+    are computed from it.
     """
     return _made(case, numerics)
 
@@ -601,4 +603,4 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
 
 
 forget_schedules = _made.cache_clear
-"""Function that frees every cached schedule: the next one is another object."""
+"""Function that frees every cached schedule; the next schedule is a new object."""

@@ -1,4 +1,4 @@
-"""Batch sizes and lengths that the steps of some cases have: ``ci/seldom.py`` prints what a tier meets."""
+"""Batch sizes and lengths that the steps of some cases have: ``ci/seldom.py`` prints those of a tier."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Met:
     """Live requests of a step."""
 
     def moduli(self, most: int) -> list[int]:
-        """Numbers up to ``most`` by which lengths leave every remainder."""
+        """Divisors up to ``most`` for which the lengths give every remainder."""
         return [number for number in range(1, most + 1) if len({length % number for length in self.lengths}) == number]
 
 
 def met_by(cases: Iterable[Case]) -> Met:
-    """Find what the steps of cases meet. This lays out every schedule: a second for hundreds."""
+    """Find the lengths and batch sizes of the steps of cases. This lays out every schedule, which takes a second for
+    hundreds of cases."""
     steps = [step for case in cases for step in make_schedule(case).steps]
     lengths = frozenset(int(length) for step in steps for length in step.lens)
     return Met(lengths, frozenset(len(step.requests) for step in steps))

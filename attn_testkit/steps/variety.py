@@ -1,8 +1,8 @@
-"""Differences between replays of a case, in addition to lengths and numbers: order of slots, contents of padding, data.
+"""Differences between replays of a case, in addition to lengths and data: order of slots, contents of padding, data.
 
-A replay costs a tenth of a capture, so that one capture meets every layout and every padding, whichever the case names,
-and data that show a wrong key, even if the case names data that do not.
-The first two steps are as the case says: an eager run has the first, and a failure in them needs nothing else.
+A replay costs a tenth of a capture, so one capture is replayed with every layout and every padding, whichever the case
+names, and with data that reveal a wrong key, even if the case's data do not. The first two steps follow the case: an
+eager run has the first, and a failure in them depends on nothing else.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ..cases.features.slot_order import LAYOUTS
 from ..cases.fields import Fields
 
 _AS_NAMED = 2
-"""Steps that are as the id says."""
+"""Number of steps that follow the case id."""
 # Shared pages and rows that are filled up with live requests are decisions about whole steps.
 _LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "shared")
 _PADDINGS = tuple(padding for padding in PADDINGS if padding != "small")
 
 
 def data_at(case: Fields, index: int) -> str:
-    """Data pattern of step ``index``. Patterns of the cases that are made for a magnitude, or count keys, stay."""
+    """Data pattern of step ``index``. Patterns that are made for a magnitude, or that count keys, are kept."""
     if case.data not in DATA or index < _AS_NAMED:
         return case.data
     values = (case.data, *(data for data in REVEALING if data != case.data))
@@ -35,7 +35,7 @@ def layout_at(case: Fields, index: int) -> str:
 
 
 def padding_at(case: Fields, index: int) -> str:
-    """Contents of the rows after the live ones of step ``index``; ``small`` has none and stays so."""
+    """Contents of the rows after the live ones of step ``index``; ``small`` has no such rows and is kept."""
     if case.padding not in _PADDINGS or index < _AS_NAMED:
         return case.padding
     return _turned(_PADDINGS, case.padding, index, backwards=case.derived("padding-turns") == 1)

@@ -1,9 +1,9 @@
 """The greedy-equivalence loop of target-verify: prompts, then rounds of plain decode and of drafts that are verified.
 
-Each request is served twice, with KV and states of its own each time: as text ``b`` its drafts are verified, and as
-text ``bs + b`` it is decoded token by token. The decoded tokens are what its drafts propose, but for one that is
-altered. So any model can be drafted for, also one whose layers keep a state and that has no draft model of its kind:
-servers draft for it by a softmax layer or from earlier text, and the states are only the target's.
+Each request is served twice, with separate KV and states: as text ``b`` its drafts are verified, and as text ``bs + b``
+it is decoded token by token. Its drafts propose the decoded tokens, except for one that is altered. So no draft model
+is needed, not even for layers that keep a state, for which servers draft with a softmax layer or from earlier text;
+only the target has states.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .greedy_loop import Loop, kept_of, pages_of, stage_name
 from .schedule import Schedule, make_schedule
 
 PROMPTS = f"prompts, {ForwardMode.EXTEND}"
-"""Stage in which the prompts are computed, but for their last token."""
+"""Stage in which the prompts are computed, without their last token."""
 
 
 @dataclass(frozen=True, eq=False)
 class VerifyLoop(Loop):
-    """A loop whose schedules are those of target-verify, decode and extend. Its rows of the request table are those of
-    its texts."""
+    """A loop whose schedules are those of target-verify, decode and extend. Each text has a row of the request
+    table."""
 
     @property
     @override
@@ -48,13 +48,13 @@ class VerifyLoop(Loop):
 
     @property
     def in_graphs(self) -> tuple[Schedule, ...]:
-        """Schedules that have graphs. A server computes prompts without one, and with a slot for each node (vLLM) it
-        has graphs only of as many rows as a draft.
+        """Schedules that have graphs. A server computes prompts without one, and with a slot for each node (vLLM)
+        graphs have exactly the rows of a draft.
         """
         return self.schedules[:1] if self.schedules[0].case.by_slots else self.schedules[:2]
 
     def decodes(self, accepted: Sequence[Sequence[int]]) -> list[int]:
-        """Decode steps of each round: as many as it takes until each request has S decoded tokens that are not
+        """Decode steps of each round: as many as are needed until each request has S decoded tokens that are not
         verified.
         """
         ahead, found = np.zeros(len(self.prompts), np.int64), []
@@ -75,8 +75,9 @@ class VerifyLoop(Loop):
                 ends[text] += rows
 
     def states(self) -> npt.NDArray[np.int64]:
-        """[texts, n] int64: slots of the states of each text, of which the first is not its row of the request table.
-        One, or with rollback ``slots`` one for each node of a draft. Slot 0 is nobody's.
+        """[texts, n] int64: slots of the states of each text, where the first slot differs from the text's row of the
+        request table. There is one slot, or with rollback ``slots`` one for each node of a draft. Slot 0 belongs to no
+        text.
         """
         case = self.schedules[0].case
         count, nodes = len(self.texts), case.width if case.by_slots else 1
@@ -88,7 +89,7 @@ class VerifyLoop(Loop):
 
 
 def verify_loop_runs(case: Case, modes: Set[ForwardMode], eager: Set[ForwardMode]) -> bool:
-    """True if the case has a loop of target-verify, and it runs: ``modes`` are those of the execution, and ``eager``
+    """True if the case has a loop of target-verify that can run: ``modes`` are those of the execution, and ``eager``
     those of eager steps (``VerifyLoop.in_graphs``).
     """
     decodes = eager if case.by_slots else modes
@@ -101,7 +102,7 @@ def make_verify_loop(case: Case) -> VerifyLoop:
     assert case.tree is not None
     rng = np.random.default_rng(case.digest ^ 0x100F)
     steps, page, bs = case.tree.depth, case.page_size, case.bs
-    # A text that is decoded is ahead by S tokens of the other, which has room for a draft behind it.
+    # A text that is decoded is ahead by S tokens of the other, which has room for a draft after it.
     longest = max(case.prefixes) + 1 + (case.rounds + 1) * (steps + 1)
     columns = -(-longest // page) * page
     pages, table = pages_of(2 * bs, columns, page, rng)

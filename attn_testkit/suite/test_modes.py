@@ -37,7 +37,7 @@ def test_draft_extend_v2(attn_run: Run, attn_item: Item) -> None:
 
 @pytest.mark.attn_mode("extend")
 def test_extend(attn_run: Run, attn_item: Item) -> None:
-    """Extend: new tokens over a cached prefix, ragged and packed; prompts along with rows that decode."""
+    """Extend: new tokens over a cached prefix, ragged and packed; prompts next to rows that decode."""
     attn_run(attn_item)
 
 

@@ -1,1 +1,1 @@
-"""Watches of memory that outlives a step: what it held before, which bits changed, and copies of only those."""
+"""Watches of memory that outlives a step: its earlier contents, the bits that changed, and copies of only those."""

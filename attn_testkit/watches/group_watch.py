@@ -1,4 +1,5 @@
-"""The pools of KV groups, watched as one: slots are those of the schedule, wherever they are in a group's pool."""
+"""The pools of KV groups, watched as one: slots are numbered as in the schedule, wherever they are in a group's
+pool."""
 
 from __future__ import annotations
 

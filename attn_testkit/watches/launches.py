@@ -1,8 +1,8 @@
 """Launches of an author's own kernels: of Triton, and operators that torch does not have.
 
-A backend that falls back to torch gives right numbers and shows nothing about the kernels that its author wrote. The
-counter sees what Python launches: a launch that a graph captures counts once, its replays do not. It does not see
-functions of extension modules that are not operators, and kernels that Inductor generates. It is not a dispatch mode,
+A backend that falls back to torch gives right results and proves nothing about the kernels that its author wrote. The
+counter counts launches by Python: a launch that a graph captures counts once, its replays do not. It does not count
+functions of extension modules that are not operators, or kernels that Inductor generates. It is not a dispatch mode,
 because torch.compile does not compile under one.
 """
 
@@ -33,7 +33,7 @@ class _Wrapped:
         self._of_torch: frozenset[str] = frozenset()
 
     def enter(self) -> None:
-        """Wrap what launches kernels, unless it is wrapped."""
+        """Wrap the functions that launch kernels, unless they are wrapped already."""
         self._users += 1
         if self._users > 1:
             return
@@ -43,7 +43,7 @@ class _Wrapped:
         self.with_triton()
 
     def leave(self) -> None:
-        """Restore what was wrapped when the last counter is removed."""
+        """Restore the wrapped functions when the last counter is removed."""
         self._users -= 1
         while self._replaced and not self._users:
             owner, name, stock = self._replaced.pop()
@@ -97,7 +97,8 @@ class Launches:
         self._installed = False
 
     def install(self) -> None:
-        """Start counting. Call it before the import of the backend: later namespaces of operators are its own."""
+        """Start counting. Call it before the import of the backend: operator namespaces that appear later belong to the
+        backend."""
         if not self._installed:
             self._installed = True
             _WRAPPED.enter()

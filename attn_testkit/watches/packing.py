@@ -1,8 +1,8 @@
-"""Tensors packed into one block of memory, so that one transfer takes all of them.
+"""Tensors packed into one block of memory, so that one transfer copies all of them.
 
-Each is aligned as by an allocator, with poison between them: reading past the end of one does not read the next.
-Behind page numbers, slots and activations the poison is -1 or NaN. Behind lengths and offsets -1 would end each loop at
-once, so that a program for a request behind the last one does nothing: there it is numbers that lead somewhere.
+Each is aligned as by an allocator, with poison between them: reading past the end of one does not read the next. After
+page numbers, slots and activations the poison is -1 or NaN. After lengths and offsets, -1 would end each loop at once,
+so that a program for a request after the last one would do nothing: there the poison is valid-looking numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LENGTHS = frozenset({
 })  # fmt: skip
 """Last parts of the names of tensors that hold lengths and offsets."""
 _BEHIND_LENGTHS = (2, 1_000_003)
-"""Numbers that follow them in turn: one that leads into rows of somebody, and one beyond all rows and keys."""
+"""Numbers that follow lengths, in turn: one that points into rows of others, and one beyond all rows and keys."""
 _GUARD_OF_LENGTHS = 512
 """Least number of bytes after a tensor of lengths: a tile of 64 requests, or of 128."""
 _NUMPY: Mapping[torch.dtype, type[np.generic]] = {
@@ -119,7 +119,7 @@ def pack_places(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Memory that the kit wrote for a step, and what it wrote there."""
+    """Memory that the kit wrote for a step, and its contents."""
 
     places: tuple[Place, ...]
     """The tensors in it that a backend may not write."""
@@ -129,7 +129,7 @@ class Sent:
     """Contents [n] that were written."""
 
     def changed(self, now: Bytes) -> Iterator[tuple[Place, Bytes, Bytes]]:
-        """Each tensor that changed, with its bytes before and now. ``now`` [n]: all bytes."""
+        """Each tensor that changed, with its earlier and its present bytes. ``now`` [n]: all bytes."""
         if np.array_equal(now, self.before):
             return
         for place in self.places:

@@ -12,7 +12,7 @@ def past_modes() -> AbstractContextManager[object]:
 
     It is for host tensors, for views of device memory, and for reads and writes of existing device memory. If a mode
     emulates the device, memory that is allocated inside is not device memory: results may leave the block only as
-    copies on the host. Code of a backend must not be called inside, nor anything that a capture records.
+    copies on the host. Neither code of a backend nor work that a capture records may run inside.
     """
     past: AbstractContextManager[object] = torch._C.DisableTorchFunction()
     return past

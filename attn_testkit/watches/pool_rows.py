@@ -1,7 +1,7 @@
 """The memory of a KV pool, found by slot whatever its layout.
 
 Views of K and V become tables: layers and K or V, slots, words of a row, each with as many dimensions as strides need.
-If the layers of a pool have equal distances, as in every named layout, one table holds them all.
+If the layers of a pool have equal strides, as in every named layout, one table covers all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..contract.row_format import ALL_NAN
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Size of an element -> integer dtype."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Integer dtypes from the widest: the fewer elements, the faster they are compared."""
+"""Integer dtypes from the widest: wide elements are compared faster."""
 
 _Dims = tuple[tuple[int, int], ...]
 """Sizes and strides, the outermost first."""
@@ -27,12 +27,12 @@ _Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Table:
-    """Places of each slot of some layers, of K or V, or of scales that lie apart."""
+    """Places of each slot of some layers, of K or V, or of separate scales."""
 
     piece: int
     """Index of the block of memory."""
     word: int
-    """Bytes of the words that it is read in; strides count them."""
+    """Bytes of the words in which the table is read; strides count these words."""
     outer: _Dims
     """Dimensions of layers, and of K and V."""
     slots: _Dims
@@ -46,7 +46,7 @@ class _Table:
         return math.prod(size for size, _ in (*self.outer, *self.row)) * self.word
 
     def view(self, pieces: Sequence[torch.Tensor], slots: int) -> torch.Tensor:
-        """View words [*outer, *slots, *row], in the outermost dimension of slots as much as ``slots`` needs."""
+        """View words [*outer, *slots, *row], limited in the outermost dimension of slots to what ``slots`` needs."""
         (count, stride), *inner = self.slots
         needed = -(-slots // math.prod(size for size, _ in inner))
         dims = (*self.outer, (min(count, needed), stride), *inner, *self.row)
@@ -84,7 +84,8 @@ class PoolRows:
     def __init__(
         self, pieces: Iterable[torch.Tensor], tables: Sequence[_Table], slots: int, dtype: torch.dtype
     ) -> None:
-        """Wrap the memory ``pieces``, each [n] uint8. ``slots``: number in the pool. ``dtype``: that of the pool."""
+        """Wrap the memory ``pieces``, each [n] uint8. ``slots``: number of slots in the pool. ``dtype``: the dtype of
+        the pool."""
         self.pieces, self._tables, self._slots, self._dtype = tuple(pieces), tuple(tables), slots, dtype
         one = tables[0]
         flat = len(tables) == 1 and len(one.outer) == len(one.slots) == len(one.row) == 1
@@ -109,7 +110,7 @@ class PoolRows:
         return PoolRows(pieces, tables, pool.num_slots, pool.dtype)
 
     def bytes_of(self, slots: int) -> int:
-        """Bytes of so many slots in all layers, K and V."""
+        """Bytes of this number of slots in all layers, K and V."""
         return slots * sum(table.slot_bytes for table in self._tables)
 
     def twin(self) -> PoolRows:
@@ -130,7 +131,7 @@ class PoolRows:
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Store rows in ``slots`` [n] int64: the bytes of [L, 2 or 1, n, Hk, Dqk] as one. Both on the device.
 
-        If layers differ in Hk or Dqk, or scales lie apart, the views of ``KVLayer.every`` are in sequence.
+        If layers differ in Hk or Dqk, or scales are separate, the views of ``KVLayer.every`` follow each other.
         """
         parts = torch.split(rows, [len(slots) * table.slot_bytes for table in self._tables])
         for table, view, part in zip(self._tables, self.views(self._slots), parts, strict=True):
@@ -171,7 +172,8 @@ class Between:
         }
 
     def differs(self, now: PoolRows, before: PoolRows) -> list[torch.Tensor]:
-        """Flag and index, [2] int64 per block with such memory: 1 if a number of it differs, else 0; and which."""
+        """Flag and index, [2] int64 per block with such memory: 1 if an element differs, else 0, and the index of one
+        that differs."""
         found = []
         for index, free in self._free.items():
             pair = (rows.pieces[index].view(self._bits) for rows in (now, before))

@@ -21,14 +21,14 @@ class PoolWatch:
     """A watch that fills the pool of one instance before a step, and reports afterwards which slots changed."""
 
     def __init__(self, pool: KVPool, maps: Sequence[HeadMap] = ()) -> None:
-        """Watch a pool. ``maps``: one per layer, if they differ in heads. Rows are then given as those of the case."""
+        """Watch a pool. ``maps``: one per layer, if they differ in heads. Rows are then in the shape of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
         self._shape, self._maps = (len(pool.layers), first.head_layout.pool_rows), maps
         inside, self._apart = pool.spec.row_width(first), pool.spec.width_apart(first)
         self._row = maps[0].case[1:] if maps else (first.tp_k_head_num, inside + self._apart)
         widths = pool.spec.part_widths(first)
         self._narrow = widths[-1] if len(set(widths)) > 1 else 0
-        """Numbers of a value, if a key has more; rows are then given as those of keys, with zeros behind values."""
+        """Width of a value, if keys are wider; rows are then as wide as keys, with zeros after values."""
         self.bits = BITS[size]
         """Integer dtype of an element's bits."""
         self._now = PoolRows.of(pool)
@@ -40,8 +40,8 @@ class PoolWatch:
     def fill(self, name: object, held: Callable[[], tuple[npt.NDArray[np.int64], Bytes]], unowned: float) -> None:
         """Fill some slots with rows, and all other memory with ``unowned``, a finite number or NaN.
 
-        ``held`` gives slots [n] and the bytes of [L, 2 or 1, n, Hk, Dqk]. ``name``: equal for equal contents; the last
-        ones are on the device already.
+        ``held`` gives slots [n] and the bytes of [L, 2 or 1, n, Hk, Dqk]. ``name``: equal for equal contents, of which
+        the last ones are on the device already.
         """
         if name != self._held:
             self._held = None
@@ -88,10 +88,9 @@ class PoolWatch:
         self._now.put(upload(target, self._device), self._now.take(upload(source, self._device)))
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
-        """Compare the first ``slots`` on the device, without a wait. ``due`` [count]: those whose rows are wanted.
-
-        Returns bytes and their number: per slot, not all 0 if it changed; the rows; and, for memory between slots if
-        there is any, a flag and the place of a change.
+        """Compare the first ``slots`` on the device, without a wait. ``due`` [count]: slots whose rows are requested.
+        Returns bytes and their number: per slot, not all 0 if it changed; the rows; and, if there is memory between
+        slots, a flag and the place of a change there.
         """
         changed, rows = self._now.differs(self._before, slots), self._now.take(due)
         size = self._now.bytes_of(count)
@@ -103,7 +102,7 @@ class PoolWatch:
     ) -> tuple[npt.NDArray[np.int64], Bytes, tuple[int, ...]]:
         """Changed slots [n], ascending, and their contents as ``bits`` [L, 2 or 1, n, Hk, Dqk], as bytes and a shape.
 
-        ``found``: results of ``look`` for ``due``, on the host. If others changed too, they are copied now.
+        ``found``: results of ``look`` for ``due``, on the host. Further slots that changed are copied now.
         """
         changed, rows, *_ = found
         differs: npt.NDArray[np.bool_] = changed.view(f"u{self._now.mark}") != 0
@@ -153,7 +152,7 @@ class PoolWatch:
         return torch.stack(layers).view(-1).view(torch.uint8).numpy()
 
     def _widened(self, parts: Bytes, count: int) -> Bytes:
-        """Rows of ``count`` slots, each layer's K before its V, as [L, 2, count, Hk, Dqk], zeros behind values."""
+        """Rows of ``count`` slots, each layer's K before its V, as [L, 2, count, Hk, Dqk], with zeros after values."""
         heads, width = self._row
         rows = torch.from_numpy(parts.copy()).view(self.bits).view(self._shape[0], -1)
         keys, values = torch.split(rows, [count * heads * width, count * heads * self._narrow], 1)

@@ -1,7 +1,8 @@
-"""The NaN in slots of states that nobody owns: any arithmetic changes its bits.
+"""The NaN in unowned slots of states, whose bits any arithmetic changes.
 
-A CPU's arithmetic keeps the bits of a quiet NaN, such as 0xFFFFFFFF. So a padded request that updates the state of slot
-0 in place would be seen only on a GPU, as was a dummy run of vLLM's linear attention. Copies keep the bits.
+A CPU's arithmetic keeps the bits of a quiet NaN, such as 0xFFFFFFFF. So with a quiet NaN, a padded request that updates
+the state of slot 0 in place would be noticed only on a GPU, like a dummy run of vLLM's linear attention. Copies keep
+the bits.
 """
 
 from __future__ import annotations

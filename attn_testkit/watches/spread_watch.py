@@ -1,6 +1,6 @@
 """A KV pool that is mostly unused: only the slots of a schedule are filled and checked, wherever they are.
 
-The rest is never touched. On a host such memory is never allocated, and a device has room for it.
+The rest is never touched. Untouched host memory is never allocated, and a device has enough memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _Ints = npt.NDArray[np.int64]
 
 
 _TILE = 256
-"""Slots before and behind those of a schedule that no request owns: as many as a tile of keys has."""
+"""Number of unowned slots before and after those of a schedule: the size of a tile of keys."""
 
 
 def slots_around(places: _Ints, slots: int, page_size: int) -> _Ints:
-    """Slots [n], ascending, of the pages next to those of ``places``, as far as a tile of keys reaches; of a pool of
-    ``slots``.
+    """Slots [n], ascending, of the pages next to those of ``places``, as far as a tile of keys reaches, in a pool of
+    ``slots`` slots.
     """
     pages, reach = set((places[::page_size] // page_size).tolist()), -(-_TILE // page_size)
     near = {page + step for page in pages for step in range(-reach, reach + 1)}
@@ -54,7 +54,7 @@ class SpreadWatch:
         self._around = upload(
             torch.from_numpy(slots_around(self._places, pool.num_slots, pool.page_size)), self._device
         )
-        """Place of each slot next to those of the schedule, [n]: of no request, and NaN like their unowned ones."""
+        """Pool slots next to those of the schedule, [n]: unowned, and filled with NaN."""
         self._beside = self._pool.take(self._around)
         """Expected contents of these."""
         self._before = self._pool.take(self._on_device)
@@ -66,7 +66,7 @@ class SpreadWatch:
         return rows.view(math.prod(self._shape), len(self._places), -1)
 
     def _of_slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """View the bytes of slots next to them likewise."""
+        """View the bytes of the neighboring slots in the same way."""
         return rows.view(math.prod(self._shape), len(self._around), -1)
 
     def _put(self) -> None:
@@ -126,7 +126,8 @@ class SpreadWatch:
         return changed, rows, (*self._shape, len(changed), *self._row)
 
     def outside(self, found: Sequence[Bytes]) -> _Ints:
-        """First bytes of slots next to the schedule's that changed, in K of a layer; memory behind is not checked."""
+        """First bytes of slots next to the schedule's that changed, in K of a layer; memory further away is not
+        checked."""
         places = slots_around(self._places, self._slots, self._page_size)
         row = math.prod(self._row) * self._dtype.itemsize
         return places[np.flatnonzero(found[2])] * row if len(found) > 2 else np.empty(0, np.int64)

@@ -1,8 +1,8 @@
 """Copies from host to device without a wait: CUDA stages pageable memory before the call returns.
 
-Each copy that waits is a stream synchronization. With many processes on one GPU it lasts until all others had their
-turn: with 14 of them a step's inputs took nine times as long as with one (one H200).
-See "API synchronization behavior" in the CUDA runtime's reference.
+Each copy that waits is a stream synchronization. With many processes on one GPU it lasts until all others have run:
+with 14 processes, copying a step's inputs took nine times as long as with one (one H200). See "API synchronization
+behavior" in the CUDA runtime's reference.
 """
 
 from __future__ import annotations

@@ -60,12 +60,12 @@ class Config:
             yield from found
 
     def module(self, path: str) -> str:
-        """The name that a file is imported under. Raises ``ConfigError`` when it lies in no package."""
+        """The name that a file is imported under. Raises ``ConfigError`` if it is in no package."""
         for folder, package in self.packages.items():
             if PurePosixPath(path).is_relative_to(folder):
                 inside = PurePosixPath(path).relative_to(folder).with_suffix("")
                 return ".".join([package, *(part for part in inside.parts if part != "__init__")])
-        raise ConfigError(f"{path} lies in none of {', '.join(self.packages)}")
+        raise ConfigError(f"{path} is in none of {', '.join(self.packages)}")
 
     def stages(self, path: str) -> list[Stage]:
         """What judges a mutant of this file. Raises ``ConfigError`` when no test does, or one is not there."""

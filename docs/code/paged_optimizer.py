@@ -1,4 +1,4 @@
-"""A paged optimizer: moments lie in pinned host memory, and one page of them at a time is on the device."""
+"""A paged optimizer: moments are in pinned host memory, and one page of them at a time is on the device."""
 
 import sys
 

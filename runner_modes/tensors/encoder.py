@@ -24,7 +24,7 @@ def _lens_on_host(harness: ServerHarness, staged: StagedStep) -> list[int] | Non
 
 
 def _lens_on_host_in_graph(batch: GraphBatch) -> list[int] | None:
-    """Lengths of padded requests too."""
+    """Lengths, including lengths of padded requests."""
     lens: list[int] = batch.buffers.host["encoder_lens"][: batch.bs].tolist()
     return lens if batch.harness.capabilities.needs_cpu_seq_lens else None
 

@@ -35,13 +35,13 @@ def bias_of_rows(context: BackendContext, case: Case, buffer: torch.Tensor, rows
 
 
 def clear_bias(buffer: npt.NDArray[np.float32]) -> None:
-    """Fill ``buffer`` [rows, stride] as for a capture: zeros, and NaN behind the columns of the bias."""
+    """Fill ``buffer`` [rows, stride] as for a capture: zeros, and NaN after the columns of the bias."""
     buffer[:] = 0
     buffer[:, -COLUMNS_BETWEEN:] = math.nan
 
 
 def fill_bias(buffer: npt.NDArray[np.float32], data: StepData) -> None:
-    """Write a step's bias into ``buffer`` [rows, stride]. Padded rows keep what an earlier step left."""
+    """Write a step's bias into ``buffer`` [rows, stride]. Padded rows keep the values of an earlier step."""
     if data.qq_bias is not None:
         rows, columns = data.qq_bias.shape[1:]
         buffer[:rows, :-COLUMNS_BETWEEN] = BEHIND_ROWS
@@ -68,7 +68,7 @@ def _cleared(harness: ServerHarness, schedule: Schedule, fill: int) -> npt.NDArr
 
 
 def _live(filling: Filling) -> npt.NDArray[np.float32] | None:
-    """Rows of the step; padded rows keep what an earlier step left."""
+    """Rows of the step; padded rows keep the values of an earlier step."""
     bias = padded_bias(filling.harness.context, filling.case, filling.data)
     return None if bias is None or filling.data.qq_bias is None else bias.numpy().reshape(-1)
 

@@ -13,7 +13,7 @@ from ..step_tensor import BatchField, Filling, GraphBatch, StepTensor
 
 
 def spans_of(staged: StagedStep, padded: int = 0) -> list[list[Span]]:
-    """Bidirectional spans of each live request of a step, and none of so many padded ones."""
+    """Bidirectional spans of each live request of a step, and empty lists for its padded requests."""
     return [list(request.spans) for request in staged.step.requests] + [[] for _ in range(padded)]
 
 

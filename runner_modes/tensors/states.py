@@ -1,4 +1,4 @@
-"""``ForwardBatch.state``: which slots the requests of a step have."""
+"""``ForwardBatch.state``: the slots of a step's requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _by_slots(context: BackendContext, mode: ForwardMode) -> bool:
 
 
 def _copies_now(context: BackendContext, mode: ForwardMode) -> bool:
-    """True if the forward of a mode gets copies to make. After a verify the commit does."""
+    """True if the forward of a mode is asked for copies. After a verify the commit is asked."""
     return context.state is not None and context.state.snapshots > 0 and not mode.is_target_verify()
 
 
@@ -87,8 +87,8 @@ def captured_states(context: BackendContext, buffers: Buffers, mode: ForwardMode
 
 
 def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput | None, bs: int) -> None:
-    """Commit what a verify of ``bs`` requests accepted, as a server does after the step; nothing in other modes, and
-    where the next step's counts say it.
+    """Commit what a verify of ``bs`` requests accepted, as a server does after the step. Nothing is done in other
+    modes, or if the counts of the next step convey it.
     """
     mode = staged.schedule.case.mode
     if state is None or not mode.is_target_verify() or _by_slots(harness.context, mode):

@@ -60,7 +60,7 @@ def first_failure(backend: type) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("backend", "check", "text"),
     [
-        (Forgets, "completes", "declares kv_layouts={'custom'}: it has to have lay_out_kv_pool"),
+        (Forgets, "completes", "declares kv_layouts={'custom'}, so it must define lay_out_kv_pool"),
         (Breaks, "completes", "lay_out_kv_pool raised RuntimeError: no room"),
         (Breaks, "completes", "test_blocks_of_vllm.py"),
         (Exits, "completes", "lay_out_kv_pool raised SystemExit"),

@@ -74,7 +74,7 @@ FAULTS = [
     ("WindowGivenToRun", "eager", V1_WINDOW, "window_left == self._window_left"),
     ("WindowOfW", "eager", WINDOW, "differs from the oracle"),
     ("PlansAtCaptureOnly", "graph", DECODE, "eager mode is right"),
-    ("FillsBuffersWithoutPlanning", "graph", TENSOR_CORES, "of 17 and more are wrong"),
+    ("FillsBuffersWithoutPlanning", "graph", TENSOR_CORES, "of 17 or more are wrong"),
     ("NewWrapperAtReplay", "graph", DECODE, "the graph uses memory that no longer exists"),
     ("OneKindForAllLayers", "eager", DECODE, "differs from the oracle"),
     ("LastPageByRemainder", "eager", FULL_PAGE, "differs from the oracle"),

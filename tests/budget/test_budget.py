@@ -181,7 +181,7 @@ def test_the_rest_of_a_record_and_the_record_are_conformant_together(call):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--backend", "fake:ok,ok"], "a.json is of another run: its backends is {'fake:ok': '1.0'}"),
+        (["--backend", "fake:ok,ok"], "a.json is from another run: its backends is {'fake:ok': '1.0'}"),
         (["--backend", "fake:ok", "--seed", "1"], "its seed is 0, here 1"),
         (["--backend", "fake:ok", "--tier", "core"], "its tier is 'smoke', here 'core'"),
         (["--backend", "fake:ok"], "nothing is left to run: all 4 case-runs ran in a.json"),

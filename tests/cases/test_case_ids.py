@@ -62,11 +62,11 @@ def test_an_id_is_the_seed_of_its_case() -> None:
     [
         ("decod-mha2-d64", "did you mean decode"),
         ("decode-mha2-d64-bf16-p16-k5-shufled-gauss-b1prod", "did you mean 'shuffled'"),
-        ("decode-mha2-b1prod", "does not say: head_dim, dtype"),
+        ("decode-mha2-b1prod", "it lacks head_dim, dtype"),
         ("decode-mha2-d64-bf16-p16-k5.9-shuffled-gauss-b1prod", "bucket 1 is smaller than the batch of 2"),
         ("decode-mha2-d64-bf16-p16-k5.5-shuffled-gauss-b2prod", "write decode-mha2-d64-bf16-p16-k5x2-"),
         ("draft-extend-mha2-d64-bf16-p16-k5-n4a9-shuffled-gauss-b1prod", "accepted counts"),
-        ("target-verify-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod", "does not say: rows"),
+        ("target-verify-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod", "it lacks rows"),
         ("decode-mha2-d64-bf16-p16-k5-chain3-shuffled-gauss-b1prod", "rows of decode have no tree"),
         ("decode-mha2-d64-bf16-p16-k5-chunks2-shuffled-gauss-b1prod", "rows of decode have no chunks"),
         ("extend-mha2-d64-bf16-p16-k5-n2a2-prefixed-shuffled-gauss-b1prod", "rows of extend have no with_prefix"),
@@ -141,7 +141,7 @@ def test_a_case_may_be_as_full_as_its_bucket_and_accept_as_much_as_its_width() -
             replace(draft, **changes)  # type: ignore[arg-type]
     assert (draft.bs, draft.topk) == (2, 0)
     for counts in ((1, 5), (0, 4)):
-        with pytest.raises(ValueError, match=rf"accepted counts \({counts[0]}, {counts[1]}\) .* each 1..4"):
+        with pytest.raises(ValueError, match=rf"accepted counts \({counts[0]}, {counts[1]}\): .* each 1..4"):
             Accepted(counts, 4)
 
 

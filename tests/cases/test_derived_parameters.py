@@ -146,9 +146,9 @@ def test_weights_are_what_the_table_says() -> None:
     ("name", "n", "message"),
     [
         ("grad-mod", None, r"no choice 'grad-mod' \(did you mean 'grad-mode'\?\); there are: grad-mode, qkv-memory"),
-        ("grad-mode", 3, "'grad-mode' has 2 values, and was asked with n = 3"),
-        ("undeclared", None, "'undeclared' needs the number of its values, at least 1, and was asked with n = None"),
-        ("undeclared", 0, "was asked with n = 0"),
+        ("grad-mode", 3, "'grad-mode' has 2 values, but was read with n = 3"),
+        ("undeclared", None, "'undeclared' needs the number of its values, at least 1; it was read with n = None"),
+        ("undeclared", 0, "was read with n = 0"),
         ("windowed-layer", None, "'windowed-layer' does not apply to decode-mha2-"),
         ("draft-topk", None, "'draft-topk' does not apply"),
     ],

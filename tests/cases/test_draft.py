@@ -120,7 +120,7 @@ def test_the_tail_of_a_request_is_every_slot_of_its_branches_that_holds_no_key()
 
 
 def test_a_draft_goes_with_its_mode_alone() -> None:
-    with pytest.raises(ValueError, match="does not say: rows"):
+    with pytest.raises(ValueError, match="it lacks rows"):
         parse_case("draft-decode-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod")
     with pytest.raises(ValueError, match="rows of decode have no draft"):
         parse_case("decode-mha2-d64-bf16-p16-k5-topk1steps2-shuffled-gauss-b1prod")

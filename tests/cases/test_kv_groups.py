@@ -46,7 +46,7 @@ def test_cases_have_groups_where_they_are_declared_but_no_draft_has(mode: Forwar
 
 
 def test_what_has_no_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 layer has no two KV groups"):
+    with pytest.raises(ValueError, match="1 layer cannot have two KV groups"):
         Layers(1, 0, groups=True)
     with pytest.raises(ValueError, match="all layers of a draft share one KV group"):
         parse_case("draft-decode-mha2-d32-bf16-p4-k5-topk1steps3-shuffled-gauss-layers2from0groups-b2prod")

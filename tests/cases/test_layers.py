@@ -99,7 +99,7 @@ def test_the_default_is_not_written() -> None:
 def test_a_loop_has_any_layers_of_one_shape() -> None:
     loop = parse_case("draft-decode-mha2-d32-bf16-p4-k5-topk1steps3-loop6-shuffled-gauss-b2prod")
     assert parse_case(f"{loop.id.removesuffix('-b2prod')}-layers3from5-b2prod") == loop.with_changes(layers=RANK)
-    with pytest.raises(ValueError, match="loop and heads by layer: the words of a loop have heads of one shape"):
+    with pytest.raises(ValueError, match="loop and heads by layer: all layers of a loop have heads of one shape"):
         loop.with_changes(layers=Layers(shapes=(HeadShape(2, 2, 32), HeadShape(2, 1, 32))))
 
 

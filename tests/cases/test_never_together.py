@@ -37,7 +37,7 @@ def test_a_feature_that_the_family_excludes_is_said_to_have_no_case() -> None:
     mode = ForwardMode.TARGET_VERIFY
     cases = generate(declared, mode, "core")
     single, several = describe_never_together(declared, [mode, ForwardMode.DECODE], cases)
-    assert single == ("narrower_widths (target-verify): pools of states have room for one width",)
+    assert single == ("narrower_widths (target-verify): pools of states are made for one width",)
     assert several == ()
 
 

@@ -26,7 +26,7 @@ STATES = "extend-{}4x2-d64-bf16-p16-k5.3.9-n3a2.0.4-shuffled-unit_keys-k64w4s32-
 
 @pytest.mark.parametrize("new", [(0,), (0, 0), (-1, 3)])
 def test_a_batch_has_a_row_and_no_request_has_fewer_than_none(new: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="0 or more per request, and one or more in all"):
+    with pytest.raises(ValueError, match="0 or more per request, and at least one in total"):
         Extend(new, 4)
     assert Extend((0, 1), 4).new == (0, 1)
 

@@ -430,5 +430,5 @@ def test_a_none_is_a_missing_length_where_the_authors_line_reads_one() -> None:
 def test_a_none_that_another_hook_left_may_be_one_and_is_no_verdict() -> None:
     check, hint = tripped(Planned, "uses")
     assert check == "completes"
-    assert hint.startswith("if it is a length: needs_cpu_seq_lens is False")
+    assert hint.startswith("if the missing value is a length: needs_cpu_seq_lens is False")
     assert tripped(Unplanned, "uses") == ("completes", "")

@@ -141,7 +141,7 @@ def test_another_order_of_heads_is_named_where_each_wrong_head_has_that_of_anoth
     lse = sums(SQUARE)
     other_strides = lse.clone()
     other_strides[0, 1:, 0] = lse[0, 1:, 0][:, [0, 2, 3, 1]]
-    reported = "right in another order of heads: head 1 has that of head 2, head 2 has that of head 3 and so on"
+    reported = "right in another order of heads: head 1 holds that of head 2, head 2 holds that of head 3 and so on"
     assert hint(SQUARE, other_strides).startswith(reported), "a row that is right may have any order"
     other_strides[0, 3, 0, 3] = lse[0, 3, 0, 0]
     assert hint(SQUARE, other_strides) == "", "one of them has that of no other wrong head"

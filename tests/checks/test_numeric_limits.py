@@ -143,7 +143,7 @@ def test_other_bits_than_in_eager_count_where_they_are_declared() -> None:
     seen = observation(schedule, expected, out, eager_run=observation(schedule, expected))
     found = Comparison(seen, expected)
     assert graph_matches_eager(found) == []
-    assert "request 2 gives other bits" in graph_matches_eager(found, same_bits=True)[0].headline
+    assert "request 2 gives different bits" in graph_matches_eager(found, same_bits=True)[0].headline
     alike = observation(schedule, expected, eager_run=observation(schedule, expected))
     assert graph_matches_eager(Comparison(alike, expected), same_bits=True) == []
     assert graph_matches_eager(comparison(), same_bits=True) == [], "no eager run, nothing to compare with"

@@ -142,7 +142,7 @@ def test_the_first_request_with_a_wrong_token_or_probability_is_named(row: int) 
     p = torch.softmax(expected.logits, -1).gather(1, index)
     tokens = changed(index, 9, row, 2)
     (finding,) = findings(V1_TOP3, expected, topk_index=tokens, topk_p=p)
-    assert finding.headline == (f"topk_index of request {row} is [0, 1, 9], and these are not the 3 most likely tokens")
+    assert finding.headline == (f"topk_index of request {row} is [0, 1, 9], which are not the 3 most likely tokens")
     assert finding.where == "the oracle's are [0, 1, 2]"
     tight = replace(expected, logits_limit=torch.full_like(expected.logits, 2.0**-8))
     got = changed(p, 0.25, row, 2)

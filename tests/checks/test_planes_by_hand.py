@@ -62,7 +62,7 @@ def test_what_wrong_scales_hold_is_named(change: Any, said: str) -> None:
 def test_scales_of_another_row_are_named_and_the_numbers_are_called_right() -> None:
     want, other = INT8.pack(keys(2)), INT8.pack(keys(2, seed=8))
     held = with_scales(want, lambda _: INT8.planes(other)["scales"])
-    assert "its numbers are right, and its scales are not: they are those of V instead of K" in wrong_planes(
+    assert "its values are right, but its scales are wrong: they are those of V instead of K" in wrong_planes(
         INT8, held, want, [("V instead of K", other)]
     )
     assert wrong_planes(INT8, held, want).endswith("or are those of another row, head or step")

@@ -54,7 +54,7 @@ def test_a_part_of_the_batch_is_held_against_it_request_by_request_whatever_thei
     assert batch_invariant(observation(SCHEDULE, EXPECTED), swapped) == []
     for request, row in ((0, OWN - 1), (1, OWN), (0, 0), (1, ROWS - 1)):
         (finding,) = batch_invariant(observation(SCHEDULE, EXPECTED, changed(0, row, 0, 0)), swapped)
-        assert finding.headline == f"request {request} gives other bits in a batch of 2 than in a batch of 2"
+        assert finding.headline == f"request {request} gives different bits in a batch of 2 than in a batch of 2"
 
 
 def test_equal_nan_is_the_same_bits() -> None:
@@ -84,9 +84,9 @@ def test_the_last_rows_of_an_extend_have_the_bits_of_another_mode(layer: int, ro
     assert all(each.where.startswith(f"layer {layer}: ") for each in found)
     replayed = mode_invariant(observation(own, expected, out), observation(decode, mine, step=step, replay=True))
     for each, other in zip(found, replayed, strict=True):
-        assert "other bits in decode than" in each.headline
+        assert "different bits in decode than" in each.headline
         assert "in one of the modes" in each.hint
-        assert "other bits in a replay of decode in bucket 2 than" in other.headline
+        assert "different bits in a replay of decode in bucket 2 than" in other.headline
         assert "at capture" in other.hint
 
 
@@ -115,14 +115,14 @@ def test_a_second_run_that_selects_another_key_is_not_repeatable(layer: int, row
     layers[layer] = with_key(row, column, 9)
     (finding,) = repeatable(selecting(KEYS, KEYS), selecting(*layers))
     assert finding.check == "repeatable"
-    assert finding.where == f"layer {layer}: 1 of 2 rows select other keys"
-    assert "another selection the second time" in finding.headline
+    assert finding.where == f"layer {layer}: 1 of 2 rows select different keys"
+    assert "a different selection the second time" in finding.headline
 
 
 def test_the_order_of_the_keys_of_a_row_may_change_and_their_row_may_not() -> None:
     assert repeatable(selecting(KEYS, KEYS), selecting(KEYS.flip(1), KEYS)) == []
     (finding,) = repeatable(selecting(KEYS, KEYS), selecting(KEYS.flip(0), KEYS))
-    assert finding.where == "layer 0: 2 of 2 rows select other keys"
+    assert finding.where == "layer 0: 2 of 2 rows select different keys"
 
 
 @pytest.mark.parametrize("layer", range(2))
@@ -133,5 +133,5 @@ def test_a_request_that_selects_another_key_alone_is_not_batch_invariant(layer: 
     layers[layer] = with_key(1, 0, 9)
     (finding,) = batch_invariant(selecting(*layers), alone)
     assert finding.check == "batch-invariant"
-    assert finding.headline == "request 1 selects other keys by itself than in a batch of 2"
-    assert finding.where == f"layer {layer}: 1 of 1 rows select other keys"
+    assert finding.headline == "request 1 selects different keys by itself than in a batch of 2"
+    assert finding.where == f"layer {layer}: 1 of 1 rows select different keys"

@@ -78,7 +78,7 @@ def test_a_slot_of_nobody_that_was_written_is_named() -> None:
     step = Step()
     step.others = {step.foreign(): 0}
     (found,) = writes_own_state(step.seen(), step.case)
-    assert found.headline == f"the state of slot {step.foreign()} was written, which no request of the batch has"
+    assert found.headline == f"the state of slot {step.foreign()} was written, although no request of the batch owns it"
 
 
 @pytest.mark.parametrize(("words", "right"), [("", False), (".null", False), (".slot0", True)])
@@ -125,7 +125,7 @@ def change_windows(step: Step, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "hint"),
     [
-        ("before", "the window was not stored"),
+        ("before", "the new one was not stored"),
         ("reverse", "in reverse"),
         ("neighbour", "of another request"),
         ("short", "fewer tokens than the window"),
@@ -243,7 +243,7 @@ def test_a_column_that_holds_no_token_is_said_to_and_half_a_unit_passes() -> Non
     step.states[0, 2, 0, 0, 3] += 17.5
     (found,) = state_counts_tokens(step.seen(), step.case)
     assert found.step == "a step"
-    assert "holds no value of a token" in found.headline
+    assert "holds the value of no token" in found.headline
 
 
 def test_a_step_without_a_request_may_write_nothing() -> None:
@@ -278,7 +278,7 @@ def test_a_verify_that_changes_a_state_before_its_commit_is_named() -> None:
     assert found.step == "a step"
     step.moved = [step.foreign()]
     (found,) = verify_keeps_state(step.seen(), step.case)
-    assert found.headline.startswith(f"slot {step.foreign()}, which no request of the batch has")
+    assert found.headline.startswith(f"slot {step.foreign()}, which no request of the batch owns")
 
 
 def test_outside_of_a_verify_nothing_is_kept() -> None:

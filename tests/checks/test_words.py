@@ -217,10 +217,10 @@ def test_new_rows_that_are_all_as_far_off_say_by_how_much() -> None:
         slot for slot in range(SEVERAL.case.page_size, empty_pool(SEVERAL).shape[2]) if slot not in {*first, *second}
     ]
     back = {first[9 + i]: first[7 + i] for i in range(4)} | {second[2 + i]: second[i] for i in range(4)}
-    assert "new rows lie 2 positions too far back: probably the length or prefix" in moved_hint(back)
+    assert "new rows are stored 2 positions too far back: probably the length or prefix" in moved_hint(back)
     on = {first[9]: first[12], first[10]: far[0], first[11]: far[3], first[12]: far[1]}
     on |= {second[2]: second[5], second[3]: far[2], second[4]: far[5], second[5]: far[4]}
-    assert "new rows lie 3 positions too far forward" in moved_hint(on), "behind the end a table names any slot"
+    assert "new rows are stored 3 positions too far forward" in moved_hint(on), "behind the end a table names any slot"
     assert "row order, a stride, or a wrong slot" in moved_hint({**on, second[2]: second[4]})
     assert "row order, a stride, or a wrong slot" in moved_hint({first[9]: first[8]}), "one row is nobody's pattern"
     free = set(far)
@@ -277,7 +277,8 @@ def test_whose_row_a_wrong_slot_holds_is_said() -> None:
     )
     assert pool_hint((0, 0, OLD, 99.0), want=want) == ""
     assert pool_hint((0, 0, NEW[0], 0.0), want=want).endswith(
-        "overwrote it with NaN, only in layer 0: look at what is special there, such as a window, a KV group or other "
+        "overwrote it with NaN, only in layer 0: look at what is special about these layers, such as a window, a KV "
+        "group or other "
         "slots"
     )
     both = ((0, 0, NEW[0], 0.0), (1, 0, NEW[0], 0.0))
@@ -329,7 +330,7 @@ def test_numbers_of_fp8_that_lack_their_scale_or_have_it_twice_are_named(layer: 
     own = make_layers(FP8.case)[layer]
     scale, name, what = (own.v_scale, "v_scale", "V") if part else (own.k_scale, "k_scale", "K")
     assert max(scale, 1 / scale) >= 1.5, "else nothing could be told"
-    assert scaled_hint(scale, layer, part) == f"it holds {what} as given: an FP8 pool holds {what} / {name}"
+    assert scaled_hint(scale, layer, part) == f"it holds unscaled {what}: an FP8 pool holds {what} / {name}"
     assert scaled_hint(scale**2, layer, part) == f"it holds {what} * {name}: an FP8 pool holds {what} / {name}"
     assert scaled_hint(1 / scale, layer, part) == f"it holds {what} divided by {name} twice"
     assert scaled_hint(1.0, layer, part) == ""

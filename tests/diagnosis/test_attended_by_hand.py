@@ -123,7 +123,7 @@ def test_weight_that_went_elsewhere_is_asked_for_where_some_is_missing() -> None
     assert reported.elsewhere == pytest.approx({"tail": 0.3, "others": 0.2, "page0": 0.0122})
     assert (sorted(reported.used), sorted(reported.wanted)) == (list(range(20)), list(range(41)))
     assert reported.total == pytest.approx(20 / 41 + 0.5122)
-    assert "30% of its weight went to slots behind its last" in reported.text
+    assert "30% of its weight went to slots after its last" in reported.text
     assert "1.2% of its weight went to page 0" in reported.text
     assert reported.text.startswith("request 2 attended to KV tokens 0..19, expected 0..40")
 
@@ -200,7 +200,7 @@ def test_long_requests_are_asked_at_both_ends() -> None:
     assert reported.normalised
     assert reported.elsewhere == {"tail": 0.5}
     assert reported.text.startswith(
-        "request 1 attended to the right KV tokens of those asked about, 0..95, 224..300 (96..223 not asked about)"
+        "request 1 attended to the right KV tokens of those examined, 0..95, 224..300 (96..223 not examined)"
     )
     exact = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k9.191-shuffled-gauss-b2prod"))
     assert found(wrong_at(exact, (0, 1, 0)), Backend(exact, even(exact.steps[0].lens))).not_asked == []

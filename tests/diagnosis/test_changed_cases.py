@@ -179,12 +179,12 @@ def evidence(case: str = CASE, used: int | None = None, worst: float = 9.0, **kn
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("cap", "right without the soft cap"),
-        ("sinks", "right without sinks"),
-        ("fp8", "right with a KV pool of the model's dtype"),
-        ("window", "right without a sliding window"),
-        ("data", "right with other numbers in q, k and v, and wrong with those of this case (gauss)"),
-        ("layers", "right with two layers, and wrong with 2"),
+        ("cap", "passes without the soft cap"),
+        ("sinks", "passes without sinks"),
+        ("fp8", "passes with a KV pool of the model's dtype"),
+        ("window", "passes without a sliding window"),
+        ("data", "the case passes with other values in q, k and v, and fails with those of gauss data"),
+        ("layers", "passes with two layers, and fails with 2"),
     ],
 )
 def test_right_keys_are_right_without_something_that_makes_weights(name: str, said: str) -> None:
@@ -195,31 +195,34 @@ def test_right_keys_are_right_without_something_that_makes_weights(name: str, sa
 
 def test_two_features_without_either_of_which_it_is_right_are_both_named() -> None:
     reported = right_without(evidence(without=("cap", "sinks")))
-    assert "right without the soft cap" in reported
-    assert "; right without sinks" in reported
+    assert "passes without the soft cap" in reported
+    assert "; the case passes without sinks" in reported
 
 
 def test_the_data_say_what_to_look_at_where_they_are_there_to_show_it() -> None:
     reported = right_without(evidence(CASE.replace("gauss", "rising_logits"), without=("data",)))
-    assert "wrong with those of this case (rising_logits): look at rescaling of partial sums" in reported
+    assert "fails with those of rising_logits data: look at rescaling of partial sums" in reported
 
 
 def test_missing_keys_follow_from_a_far_context_and_from_uneven_rows() -> None:
     far = "decode-mqa2-d64-bf16-p16-k70-contiguous-gauss-b1prod-far"
-    assert "right with a max_context_len that fits the requests, and wrong with one of 262,144" in right_without(
-        evidence(far, used=48, without=("far",))
+    assert (
+        "the case passes with a max_context_len that fits the requests, and fails with one of 262,144"
+        in right_without(evidence(far, used=48, without=("far",)))
     )
     assert right_without(evidence(far, without=("far",))) == "", "the right keys"
     v1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-gauss-b3prod"
     assert right_without(evidence(v1, used=3, without=("counts",))).endswith(
-        "right if every request has 3 new rows, and wrong with 2, 3, 3"
+        "the case passes if every request has 3 new rows, and fails with 2, 3, 3"
     )
 
 
 def test_a_boundary_of_tokens_is_reported_as_a_merge_or_as_splits_that_are_left_out() -> None:
     assert later_tiles(evidence()) == ""
     merged = later_tiles(evidence(right_up_to=16))
-    assert merged.startswith("right if requests are cut to 16 KV tokens, and wrong from 17 on: look at rescaling")
+    assert merged.startswith(
+        "the case passes if requests are cut to 16 KV tokens, and fails from 17 on: look at rescaling"
+    )
     left_out = later_tiles(evidence(right_up_to=16, used=32))
     assert "probably not a wrong length, but later splits or tiles" in left_out
     assert "probably not a wrong length" in later_tiles(evidence(right_up_to=16, used=16)), (
@@ -232,7 +235,7 @@ def test_a_boundary_of_tokens_is_reported_as_a_merge_or_as_splits_that_are_left_
     capacity = replace(full, comparison=Comparison(observed(full.schedule, out), full.expected))
     assert later_tiles(capacity).startswith("KV tokens from 16 on are missing: a fixed capacity of 16, or later splits")
     sinks = later_tiles(evidence(right_up_to_without_sinks=16))
-    assert sinks.startswith("without sinks right if requests are cut to 16 KV tokens, and wrong from 17 on")
+    assert sinks.startswith("without sinks the case passes if requests are cut to 16 KV tokens, and fails from 17 on")
     assert later_tiles(evidence(right_up_to_without_sinks=16, used=32)) == ""
     assert hints(evidence(right_up_to=16)) == [merged]
     assert hints(evidence(right_up_to=16, used=32)) == [left_out]
@@ -253,7 +256,7 @@ def test_a_last_page_that_begins_at_the_boundary_in_every_wrong_request_is_named
 
 def test_a_batch_that_is_right_without_one_of_its_like_is_reported_by_its_size() -> None:
     reported = right_with_fewer_requests(evidence(right_with_fewer=True))
-    assert "right with 2 requests, and wrong with 3" in reported
+    assert "passes with 2 requests, and fails with 3" in reported
     assert right_with_fewer_requests(evidence()) == ""
 
 

@@ -59,7 +59,7 @@ def attended(used: range | set[int], **fields: object) -> AttendedKeys:
 def test_an_error_of_less_than_five_limits_is_called_rounding(errors: float, small: bool) -> None:
     text = right_keys(evidence(attended(range(LENGTH)), errors))
     assert ("precision" in text) is small
-    assert ("the right KV tokens, wrong softmax weights or values: look at" in text) is not small
+    assert ("the KV tokens are right, but softmax weights or values are wrong: look at" in text) is not small
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_a_part_that_weighs_more_than_the_others_is_a_matter_of_its_log_sum_exp(
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        ({298}, "of the prefix the last KV token is missing, and new ones are read, as many as it has new rows"),
-        ({297, 298}, "of the prefix the last 2 KV tokens are missing, and new ones are read"),
+        ({298}, "of the prefix, the last KV token is missing, but new ones are read, as many as it has new rows"),
+        ({297, 298}, "of the prefix, the last 2 KV tokens are missing, but new ones are read"),
         ({296, 297}, "KV tokens in the middle are missing"),
         (set(range(299)), "the whole prefix is missing"),
     ],

@@ -60,7 +60,7 @@ def findings(slug: str, case: str, execution: str) -> tuple[Finding, ...]:
 
 BIG_POOL = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
 TOLD = [
-    ("slot-times-stride-in-32-bits", BIG_POOL, "eager", "right if the KV pool is small"),
+    ("slot-times-stride-in-32-bits", BIG_POOL, "eager", "passes with a small KV pool"),
     # Which plane of the pool is wrong.
     (
         "scales-of-stored-keys-reset",
@@ -78,47 +78,47 @@ TOLD = [
         "declares-new-rows-as-given",
         "decode-gqa8x2-d64-bf16-p16-k3.37.9.17-contiguous-gauss-kvfp8e4m3-w4000-b4prod",
         "eager",
-        "right for new rows as the pool stores them",
+        "right for new rows with the rounding of the pool",
     ),
     ("qq-bias-before-the-soft-cap", BIAS, "eager", "right for capped sums"),
     ("qq-bias-without-its-stride", BIASED_PROMPTS, "eager", "use its stride(0), which is larger than its width"),
     ("causal-from-padded-width", SHORT_LAST, "eager", "is that of 2 rows for every request"),
     ("v1-length-at-full-width", SHORT_LAST, "eager", "slots after them: probably a length that is too large"),
-    ("first-hole-ends-the-row", HOLES, "eager", "the keys of a row after its first -1 are not attended"),
+    ("first-hole-ends-the-row", HOLES, "eager", "the keys of a row after its first -1 are not attended to"),
     ("partial-stats-collide", TWO_ROWS, "eager", "may use the maximum or the sum of another row"),
     ("last-token-of-a-prompt-lost", PROMPT_OF_65, "eager", "not applied, the only one in its last chunk of 64 tokens"),
     ("chunk-decays-by-its-first-gate", CHUNKS_OF_64, "eager", "with the decay of the first row only"),
     ("row-before-left-out-of-a-chunk", LIKE_KEYS, "eager", "the strict mask of a chunk is off by one"),
-    ("lengths-not-clipped-to-top-k", HOLES, "eager", "as many entries as it may see keys, which are 6"),
+    ("lengths-not-clipped-to-top-k", HOLES, "eager", "it reads 6 entries, one per key that it may see"),
     ("block-zero-for-minus-one", BLOCKS, "eager", "an entry of -1 that is loaded as block 0"),
     ("counters-left-to-the-next-layer", SMALL_BUCKET, "graph", "and layers share it: with one layer"),
     # What the fault hangs on.
-    ("lse-wrong-when-split", SHARED, "eager", "without sinks right if requests are cut to 16 KV tokens"),
+    ("lse-wrong-when-split", SHARED, "eager", "without sinks the case passes if requests are cut to 16 KV tokens"),
     (
         "kernel-switch-off-by-one",
         SWITCH,
         "eager",
-        "cut to 16 KV tokens, and wrong from 17 on: probably not a wrong length",
+        "cut to 16 KV tokens, and fails from 17 on: probably not a wrong length",
     ),
     (
         "splits-of-the-first-row",
         "target-verify-mqa4-d64-bf16-p1-k254.510.1022-chain4-shuffled-plus_minus_one-b3prod",
         "eager",
-        "wrong from 257 on: probably not a wrong length, but later splits or tiles",
+        "fails from 257 on: probably not a wrong length, but later splits or tiles",
     ),
-    ("settings-of-two-layers-by-turns", LATER_RANK, "eager", "right with two layers, and wrong with 3"),
+    ("settings-of-two-layers-by-turns", LATER_RANK, "eager", "passes with two layers, and fails with 3"),
     (
         "fp8-queries-limited-to-224",
         "draft-extend-v2-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-reversed-large_queries-kvfp8e4m3-b2prod",
         "eager",
-        "wrong with those of this case (large_queries): look at the range of q",
+        "fails with those of large_queries data: look at the range of q",
     ),
     ("plans-at-layer-0", LATER_RANK, "eager", "if they begin at 0, nothing is raised"),
     (
         "local-attn-token-table-with-pages",
         LEAN,
         "eager",
-        "right without a sliding window; with one, only the layers that have it (11) are wrong",
+        "passes without a sliding window; with one, only the layers that have it (11) are wrong",
     ),
     ("empty-kv-modes-disagree", LONG, "eager", "sum to 0.668, as if there were 2 more of logit 0 and value 0"),
     # Whose result stands in a row, or none.
@@ -207,7 +207,7 @@ TOLD = [
     ("v1-length-at-full-width", PACKED, "eager", "all of its own KV tokens are read, and slots after them"),
     ("draft-table-without-branches", BRANCHES, "graph", "page 0 is read, which is reserved for padding"),
     ("partial-last-page-dropped", LATENT, "eager", "drops a last page that is not full: no request fills one of 128"),
-    ("page-id-used-as-slot", LATENT, "eager", "as of a page id that is not multiplied by page_size (128)"),
+    ("page-id-used-as-slot", LATENT, "eager", "such as a page id that is not multiplied by page_size (128)"),
     (
         "fp8-store-does-not-saturate",
         "extend-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-interleaved-saturated-kvfp8e4m3-b2prod",
@@ -236,7 +236,7 @@ TOLD = [
         "draft-extend-gqa2x2-d64-bf16-p4-k5.9.2-n4a1.3.2-shuffled-gauss-kvfp8e4m3-b4nan",
         "graph",
         "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and "
-        "counts of the padded batch: with a server's contents of padded rows it is right",
+        "counts of the padded batch: the step passes if padded rows hold what a server leaves in them",
     ),
     ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
     (
@@ -325,7 +325,7 @@ MISLED = [
     ("more-splits-than-are-merged", LARGE_MAX_CONTEXT_LEN, "eager", "missing"),
     ("causal-from-padded-width", PACKED, "eager", "off by 1"),
     ("second-request-kv-uses-q-offset", PACKED, "eager", "cu_seqlens_q)"),
-    ("v1-length-at-full-width", PACKED, "eager", "right if every request has"),
+    ("v1-length-at-full-width", PACKED, "eager", "the case passes if every request has"),
     ("causal-aligned-to-the-start", PACKED, "eager", "tile"),
     ("heads-mapped-round-robin", PACKED, "eager", "with the query of head"),
     ("softcap-passed-at-run-not-plan", LEAN, "eager", "after the mask"),

@@ -56,7 +56,7 @@ def finding_of(backend: type, case_id: str, execution: str = "eager") -> Finding
             broken.LengthsOfTheLastForward,
             DRAFT,
             "eager",
-            "all forwards of a draft probably have the lengths of the last",
+            "all forwards of a draft probably use the lengths of the last one",
             "a page of another branch",
         ),
         (
@@ -98,7 +98,7 @@ def test_programs_that_belong_to_no_request_are_named_with_their_kernel_and_noth
     hint = finding_of(broken_grids.GridOfTheBuffer, GRID, execution).hint
     assert hint == (
         "programs 3..5 of kernel clear_rows_without_keys along axis 0 belong to no request, and what they write spoils "
-        "the result: the step has 3 requests, and with 3 there it is right"
+        "the result: the step has 3 requests, and the result is right with 3"
     )
 
 

@@ -34,7 +34,7 @@ def hint_if_right_with(*right: str) -> str:
 def test_patterns_that_are_right_say_what_is_wrong(right: tuple[str, ...], says: str) -> None:
     found = hint_if_right_with(*right)
     assert says in found
-    listed, _, others = found.partition(", wrong with ")
+    listed, _, others = found.partition(", and fails with ")
     assert all(each in listed for each in right)
     assert "mild_decay" in others
 

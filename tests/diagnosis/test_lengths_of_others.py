@@ -88,6 +88,9 @@ def test_one_that_is_named_is_guessed_at_by_no_other_hint() -> None:
 @pytest.mark.parametrize(("used", "whose"), [(12, 1), (8, 3), (4, 0), (16, None), (40, None)])
 def test_what_the_pages_of_another_request_hold_is_named(used: int, whose: int | None) -> None:
     found = evidence(DECODE, right(DECODE), attended=attended(DECODE, 4, used=range(used)))
-    said = f"{used} is the capacity of request {whose}'s pages: probably its length or its part of a schedule"
+    said = (
+        f"The pages of request {whose} have room for {used} KV tokens, so its length or its part of a schedule is "
+        "probably used"
+    )
     assert key_range(found).endswith(said) is (whose is not None)
     assert ("a schedule" in key_range(found)) is (whose is not None)

@@ -60,7 +60,11 @@ def hint_of(backend: type, case_id: str) -> str:
         (LengthsNotClippedToTopK, EXTEND.format("holes"), "those after its 16 are the next row's"),
         (SelectionOfTheRowBefore, DECODE, "a row uses the selection of the row before it"),
         (SelectionOfTheRowBefore, VERIFY.format(""), "a row uses the selection of the row before it"),
-        (CountOfKeysFromLengths, VERIFY.format(""), "min(top-k, keys) indices, so -1 among them is attended as key 0"),
+        (
+            CountOfKeysFromLengths,
+            VERIFY.format(""),
+            "min(top-k, keys) indices, so -1 among them is attended to as key 0",
+        ),
     ],
 )
 def test_an_index_that_is_looked_up_wrongly_is_named_and_nothing_else_of_it(

@@ -190,7 +190,7 @@ def test_a_masked_token_is_faint_between_rounding_and_a_quarter(weight: float, u
 
 def test_what_is_faint_is_said_with_its_tokens_and_its_largest_part() -> None:
     found = read(0.04, 0.08)
-    assert found.text.endswith("KV tokens 2..3 should have no weight, and have 0.2 of what the others have")
+    assert found.text.endswith("KV tokens 2..3 should have no weight, but have 0.2 of the weight of the others")
     assert weighs_a_little(evidence(CAP, right(CAP), attended=found)) == (
         "masked KV tokens have 0.2 of the weight of the others: the soft cap probably comes after the mask, but "
         "must come before it (a capped minus infinity is -logit_cap)"

@@ -25,7 +25,7 @@ from attn_testkit.steps.schedule import make_schedule
 DECODE = "decode-mha2-d32-fp32-p4-k40.9.3-shuffled-gauss-b4prod"
 LENGTH = 41
 """KV tokens of request 0, which is the longest."""
-SUSPECTS = "the right KV tokens, wrong softmax weights or values: look at "
+SUSPECTS = "the KV tokens are right, but softmax weights or values are wrong: look at "
 RESCALING = "rescaling of partial sums when a later tile of keys has a larger maximum"
 LARGE = "overflow or saturation of large logits"
 CLIFF = f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)"
@@ -94,12 +94,12 @@ def test_suspects_are_what_the_case_has_the_likeliest_first(case: str, suspects:
 @pytest.mark.parametrize(
     ("lens", "wrong", "said"),
     [
-        ("k16.9.3", (0,), "rows of up to 10 KV tokens are right, of 17 and more wrong"),
+        ("k16.9.3", (0,), "rows of up to 10 KV tokens are right, but rows of 17 or more are wrong"),
         ("k15.9.3", (0,), None),
-        ("k40.20.3", (0, 1), "rows of up to 4 KV tokens are right, of 21 and more wrong"),
+        ("k40.20.3", (0, 1), "rows of up to 4 KV tokens are right, but rows of 21 or more are wrong"),
         ("k40.20.3", (1,), None),
         ("k40x2.3", (0,), None),
-        ("k40.39.3", (0,), "rows of up to 40 KV tokens are right, of 41 and more wrong"),
+        ("k40.39.3", (0,), "rows of up to 40 KV tokens are right, but rows of 41 or more are wrong"),
         ("k40.20.3", (0, 1, 2), None),
     ],
 )
@@ -152,7 +152,10 @@ def test_in_a_cliff_the_lengths_that_are_wrong_add_nothing() -> None:
 @pytest.mark.parametrize(("data", "small"), [("gauss", True), ("peaked", True), ("negative", False)])
 def test_a_small_error_is_rounding_unless_every_logit_is_near_minus_infinity(data: str, small: bool) -> None:
     found = reported(DECODE.replace("gauss", data), errors=4.0)
-    assert found.startswith("the right KV tokens, and an error of only 4 times the limit: probably precision") is small
+    assert (
+        found.startswith("the KV tokens are right, with an error of only 4 times the limit: probably precision")
+        is small
+    )
     assert found.startswith(SUSPECTS) is not small
 
 

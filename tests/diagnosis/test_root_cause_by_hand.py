@@ -175,12 +175,14 @@ def explained(
 
 
 def test_a_first_step_that_is_not_wrong_every_time_is_said_to_be_a_race() -> None:
-    assert explained(eager="right")[0].hint.endswith("run again on a fresh instance without any change, it is right")
+    assert explained(eager="right")[0].hint.endswith(
+        "the step is right when it is run again on a fresh instance without any change"
+    )
     assert explained(**{"eager again": "other row"})[0].hint.endswith(
-        "run again without any change, it is wrong in other rows or heads"
+        "when it is run again without any change, other rows or heads are wrong"
     )
     assert explained(**{"eager again": "nan"})[0].hint.endswith(
-        "run again without any change, it is wrong in other rows or heads"
+        "when it is run again without any change, other rows or heads are wrong"
     )
     assert explained()[0].hint == ""
     assert explained(**{"eager again": None})[0].hint == "", "it raised"
@@ -271,7 +273,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         {"exact": "right"},
         "padding-inert",
         "without padded rows it is right",
-        f"in a bucket of exactly {PADDED.bs} it",
+        f"the step passes in a bucket of exactly {PADDED.bs}",
     ),
     ("padding that a bucket leaves out", NAN, {"served": "right"}, "replay-follows-batch", "at a replay", "even if"),
     ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "even if it is captured with"),
@@ -451,7 +453,7 @@ def test_where_a_foreign_slot_was_met_stands_before_that_it_holds_nan(
 def test_a_nan_that_goes_with_another_fill_was_read_from_memory_that_nobody_wrote() -> None:
     found, questions = explained("finite", value="nan", eager="nan", fill="right")
     assert found.check == "finite"
-    assert found.hint.endswith("with numbers instead of NaN in fresh memory it is finite")
+    assert found.hint.endswith("with numbers instead of NaN in fresh memory the result is finite")
     assert "zeros" not in questions
     found, questions = explained("finite", value="nan", eager="right", fill="right", replay=True)
     assert "fill" in questions

@@ -524,7 +524,8 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
     assert batch.length_threshold(evidence([1, 9], [1], in_graph=True, attended=first)) == "", "the length of a capture"
     more = Of(elsewhere={}, used=frozenset({0, 1}), wanted=frozenset({0, 1}))
     assert batch.length_threshold(evidence([1, 9], [1], in_graph=True, attended=more)) != ""
-    assert reported([3, 9], [1]).endswith("requests of up to 3 KV tokens are right, of 9 and more are wrong")
+    text = "requests of up to 3 KV tokens are right, but requests of 9 or more are wrong"
+    assert reported([3, 9], [1]).endswith(text)
     assert reported([3, 9], [1], in_graph=False) == ""
     assert "of the captured batch" in reported([3, 9], [1], of_capture=True)
     assert "of the captured batch" not in reported([3, 9], [1]) + reported([3, 9], [1], of_capture=False)
@@ -896,13 +897,13 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
         "two nodes too few",
         attended({0, 1, 2}, {0, 1, 2, 3, 5}, length=6),
         {"topk": 2},
-        "draft nodes that should be visible are not",
+        "draft nodes that should be visible are masked",
     ),
     (
         "another node too few",
         attended({0, 1, 2, 3}, {0, 1, 2, 3, 5}, length=6),
         {"topk": 2},
-        "draft nodes that should be visible are not",
+        "draft nodes that should be visible are masked",
     ),
     ("a chain", attended({0, 1, 2, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 1}, "in the middle are missing"),
     ("of the prefix", attended({0, 2, 3, 5}, {0, 1, 2, 3, 5}, length=6), {"topk": 2}, "in the middle are missing"),
@@ -978,4 +979,4 @@ def test_what_requests_have_in_common_is_named_where_exactly_that_is_missing(
     mine.shared = shared
     found = attended(set(range(9)) - set(missing), range(9))
     reported = keys.key_range(of_keys(found, [mine]))
-    assert ("that it shares with other requests are missing" in reported) is said
+    assert ("that the request shares with others are missing" in reported) is said

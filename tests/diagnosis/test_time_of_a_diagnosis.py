@@ -14,7 +14,9 @@ from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options
 
 CASE = "decode-gqa4x2-d64-bf16-p16-k21.3-shuffled-gauss-b2prod"
-CUT = "the diagnosis was cut after 1e-06 s, so a better hint may be missing; the command of repro has no such limit"
+CUT = (
+    "the diagnosis was stopped after 1e-06 s, so a better hint may be missing; the command of `repro` has no such limit"
+)
 
 
 @pytest.mark.parametrize(("seconds", "cut"), [(1e-6, True), (None, False), (600.0, False)])

@@ -83,7 +83,7 @@ def of_requests(*wrong: int) -> str:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ((0, 2, 4), "has weight in the merge: only requests without a KV token in rank 1 of 2 are wrong"),
+        ((0, 2, 4), "gets weight in the merge: only requests without a KV token in rank 1 of 2 are wrong"),
         ((1, 3, 5), "a split: only requests after one without a KV token in rank 1 of 2 are wrong"),
         ((0, 2), ""),
         ((0, 2, 4, 5), ""),

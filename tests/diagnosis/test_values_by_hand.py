@@ -161,7 +161,7 @@ def test_a_row_with_a_result_of_another_layer_says_whose() -> None:
     out[0, 2] = want[1, 0]
     text = rows_of_other_layers(evidence(out))
     assert text == (
-        "outputs of layers lie in the same memory or overlap: request 1 row 0 of layer 0 holds the result of request 0 "
+        "outputs of layers share memory or overlap: request 1 row 0 of layer 0 holds the result of request 0 "
         "row 0 of layer 1"
     )
     out[0, 3] = want[1, 1]

@@ -49,8 +49,8 @@ def reported(case: str, *without: str, layers: tuple[int, ...] = (0, 1), **more:
 @pytest.mark.parametrize(
     ("case", "feature", "said"),
     [
-        (SHAPES, "shapes", "right if all layers have the same heads, and wrong if they differ"),
-        (GROUPS, "groups", "right if all layers share one KV group, and wrong with two"),
+        (SHAPES, "shapes", "the case passes if all layers have the same heads, and fails if they differ"),
+        (GROUPS, "groups", "the case passes if all layers share one KV group, and fails with two"),
     ],
 )
 def test_it_is_reported_where_the_case_is_right_without(case: str, feature: str, said: str) -> None:
@@ -71,7 +71,7 @@ def test_the_kv_group_whose_layers_alone_are_wrong_is_named(layers: tuple[int, .
 
 def test_a_window_is_reported_where_its_layers_alone_are_wrong_and_others_slots_are_read() -> None:
     own = windowed(WINDOW)
-    said = "right without a sliding window; with one, only the layers that have it (4) are wrong"
+    said = "passes without a sliding window; with one, only the layers that have it (4) are wrong"
     found = reported(WINDOW, "window", layers=(own,), reads_foreign=True)
     assert right_with_other_layers(found).endswith(said)
     assert right_with_other_layers(replace(found, reads_foreign=False)) == "", "a range, and no table"

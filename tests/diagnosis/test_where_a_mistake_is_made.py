@@ -27,8 +27,8 @@ def made(wrong: list[bool], near: list[bool]) -> str | None:
     [
         ([True] * 4, [True] * 4, ""),
         ([False, True, True, True], [True] * 4, ""),
-        ([False, False, True, True], [False, False, True, True], ", in requests of 20 keys and more (those of 9 and"),
-        ([True, False, False, False], [True, False, False, True], ", in requests of 3 keys and fewer (those of 9 and"),
+        ([False, False, True, True], [False, False, True, True], ", in requests of 20 or more keys (requests of 9 or"),
+        ([True, False, False, False], [True, False, False, True], ", in requests of 3 or fewer keys (requests of 9 or"),
         ([False, True, False, True], [False, True, False, True], None),
     ],
 )

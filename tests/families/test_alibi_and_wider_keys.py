@@ -155,7 +155,7 @@ def test_a_backend_refuses_other_differences_of_widths_and_an_undeclared_bias() 
         capabilities = DECLARED.with_changes(wider_keys={64}, alibi=())
 
     wide = make_schedule(parse_case("decode-gqa2x2-d32r32-fp32-p4-k19.6-shuffled-gauss-b2prod"))
-    with pytest.raises(Unsupported, match=r"columns of keys behind those of values, 32"):
+    with pytest.raises(Unsupported, match=r"columns by which keys are wider than values, 32"):
         Narrow(context_for([wide], CPU, make_layers(wide.case)))
     biased = make_schedule(parse_case(CASES[0]))
     with pytest.raises(Unsupported, match="ALiBi in decode"):

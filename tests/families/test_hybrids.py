@@ -54,7 +54,7 @@ def test_rows_of_a_layer_are_those_of_its_kind_and_nobodys_are_nan() -> None:
     ("name", "words"),
     [
         ("decode-mha2-d64-bf16-p16-k5-shuffled-gauss-layers2from0hybrid-b1prod", "hybrid layers and no states"),
-        ("decode-" + GDN.format("k3", "mild_decay", "layers1from0hybrid"), "one of each kind"),
+        ("decode-" + GDN.format("k3", "mild_decay", "layers1from0hybrid"), "expected layers of both kinds"),
     ],
 )
 def test_a_case_that_is_no_hybrid_is_refused_in_words(name: str, words: str) -> None:

@@ -143,7 +143,7 @@ def test_steps_that_only_compile_again_continue_no_prompt() -> None:
         (DECODE.replace("source", "copied"), "that it admits"),
         (
             "target-verify-gdn2x2-d64-bf16-p16-k5-chain2-shuffled-mild_decay-k64w4s32.source-b1prod",
-            "a state of its own",
+            "its own state",
         ),
         (
             "extend-gdn2x2-d64-bf16-p16-k5-n3a3-chunks2-shuffled-mild_decay-k64w4s32.source-b1prod",

@@ -311,10 +311,10 @@ def test_a_wrong_row_is_described_by_its_planes() -> None:
     scales, numbers = want.clone(), want.clone()
     packed.planes(scales)["scales"].mul_(torch.tensor([[2.0], [3.0]]))
     packed.planes(numbers)["numbers"].sub_(1)
-    assert "its numbers are right" in wrong_planes(packed, scales, want)
+    assert "its values are right" in wrong_planes(packed, scales, want)
     assert "truncated" in wrong_planes(packed, numbers, want)
     packed.planes(numbers)["numbers"].sub_(1)
-    assert wrong_planes(packed, numbers, want) == "its scales are right, and its numbers are not"
+    assert wrong_planes(packed, numbers, want) == "its scales are right, but its values are wrong"
     packed.planes(scales)["scales"].fill_(0.5)
     assert "one scale for all heads" in wrong_planes(packed, scales, want)
     assert wrong_planes(packed, packed.pack(keys(2, seed=9)), want) == ""

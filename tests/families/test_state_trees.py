@@ -87,7 +87,7 @@ def test_drafts_that_branch_pass(backend: type, data: str, more: str) -> None:
     ("backend", "execution", "check", "hint"),
     [
         (faults.StateOfTheSibling, "eager", "matches-oracle", "continues its sibling"),
-        (faults.TreeTakenForAChain, "eager", "matches-oracle", "taken for a chain"),
+        (faults.TreeTakenForAChain, "eager", "matches-oracle", "used as a chain"),
         (faults.WindowOfTheParentLost, "eager", "conv-window-exact", ""),
         (faults.LinksOfTheCapture, "graph", "replay-follows-batch", ""),
         (faults.CommitsByDepth, "eager", "conv-window-exact", ""),

@@ -56,7 +56,7 @@ def test_conventions_and_sizes_are_those_of_the_word() -> None:
         ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32.zero-b1prod", "'zero' is not a convention of states"),
         ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-w9-k64w4s32-b1prod", "windows, soft caps, sinks"),
         ("draft-decode-gdn2x2-d64-bf16-p16-k5-topk1steps3-shuffled-gauss-k64w4s32-b1prod", "draft model"),
-        ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32.slots-b1prod", "only rejected nodes are taken back"),
+        ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32.slots-b1prod", "only rejected nodes are rolled back"),
         ("target-verify-gdn2x2-d64-bf16-p16-k5-chain2-shuffled-gauss-k64w4s32.slots.snap16-b1prod", "a slot for each"),
         ("draft-extend-gdn2x2-d64-bf16-p16-k5-n2a1-shuffled-gauss-k64w4s32-b1prod", "draft model"),
     ],

@@ -84,7 +84,7 @@ def stale(number: int) -> Finding:
         hint="the graph still uses a value from capture time (a length, stride, grid size or pointer): captured with "
         "this batch, it is right\n"
         "the graph probably still uses a maximum length, a grid or a number of splits of the captured batch: "
-        f"requests of up to {number} KV tokens are right, of {number + 5} and more are wrong",
+        f"requests of up to {number} KV tokens are right, but requests of {number + 5} or more are wrong",
         step=f"replay {number % 6} of 8 (own batch), bucket 4, 3 live",
     )
 

@@ -129,7 +129,7 @@ def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_
         (1, "only replays with padded rows are wrong")
     ]
     assert causes(failed(wrong(why, **check)), failed(wrong(why, 2, **check))) == [(2, why)]
-    exact = "data of padded rows reach real ones: in a bucket of exactly {} it is right"
+    exact = "data of padded rows reach real ones: the step passes in a bucket of exactly {}"
     assert causes(failed(wrong(exact.format(1))), failed(wrong(exact.format(3)))) == [(2, exact.format(1))]
 
 
@@ -141,11 +141,11 @@ def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_
         "only the graph is wrong, even if it is captured with this batch: look at what is the same in every capture",
         "with zeros instead of NaN in unowned slots the result is finite",
         "with zeros instead of NaN in unowned slots and keys that no row selects the result is finite, and right",
-        "as the only replay of the only bucket it is right",
-        "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
-        "data of padded rows reach real ones, by a sum: in a bucket of exactly 3 it is right",
-        "on a fresh instance, without graphs, the same eager step is right",
-        "state of an earlier step is kept: as the first step of a fresh instance it is right",
+        "the step is right as the only replay of the only bucket",
+        "the step is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
+        "data of padded rows reach real ones, by a sum: the step passes in a bucket of exactly 3",
+        "the same eager step passes on a fresh instance without graphs",
+        "state of an earlier step is kept: the step is right as the first of a fresh instance",
     ],
 )
 def test_each_reason_to_blame_a_check_is_known(why):

@@ -241,7 +241,7 @@ def test_entries_for_one_shard_come_with_a_warning(call):
         call("run", "--backend", "fake:wrong,wrong,wrong,wrong", "--shard", f"{number}/2", "--json", f"{number}.json")
     code, _, err = call("results", "known", "1.json", "--issue", ISSUE, "--until", soon())
     assert code == 0
-    assert "only shard 1/2 was read: an entry may cover what passed in another; give all shards" in err
+    assert "only shard 1/2 was read: an entry may cover a case-run that passed in another shard; give all shards" in err
 
 
 def test_several_files_of_known_failures_are_checked_and_one_expired_entry_is_red(call, tmp_path):

@@ -104,14 +104,14 @@ def too_many_planned(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (green, "says exit code 0, and 4 of its case-runs did not pass"),
-        (recounted, "says counts {'passed': 8}, and its results are {"),
+        (green, "says exit code 0, but 4 of its case-runs did not pass"),
+        (recounted, "says counts {'passed': 8}, but its results give {"),
         (foreign, "has a result of other:B, which is not one of its backends: fake:ok,wrong"),
         (passed_with_a_finding, "passed, with the finding 'request 3 differs from the oracle"),
         (passed_beyond_the_limit, "passed, with an error of 56 times the limit"),
         (twice, "has the result of fake:ok,wrong eager decode-wrong-k1 more than once"),
         (unfinished_with_a_code, "says that the run finished, with exit code None"),
-        (too_many_planned, "says exit code 5, and its results make it 1"),
+        (too_many_planned, "says exit code 5, but its results give 1"),
     ],
 )
 def test_what_cannot_be_true_is_named_although_the_digest_is_right(record, change, message):
@@ -125,7 +125,7 @@ def test_what_cannot_be_true_is_named_although_the_digest_is_right(record, chang
 def test_an_earlier_version_is_believed_in_what_its_rules_may_have_been(record):
     """Only what no version would say is refused: exit code 0 with failures."""
     read(of_an_earlier_version({**record, "exit_code": 5}))
-    with pytest.raises(UsageError, match="says exit code 0, and 4 of its case-runs did not pass"):
+    with pytest.raises(UsageError, match="says exit code 0, but 4 of its case-runs did not pass"):
         read(of_an_earlier_version({**record, "exit_code": 0}))
 
 

@@ -151,7 +151,7 @@ def test_collect_only_lists_names_for_k_and_runs_nothing(call):
     code, out, err = call("run", "--backend", "fake:ok,dies", "--collect-only", "-k", "decode and dies")
     assert code == 0
     assert out.splitlines() == ["eager-decode-dies-k1", "graph-decode-dies-k1"]
-    assert "2 case-runs would run, none did" in err
+    assert "2 case-runs would run, but none did" in err
     assert call("run", "--backend", "fake:ok", "--co", "-k", "nowhere")[0] == 5
 
 

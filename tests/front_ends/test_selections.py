@@ -179,7 +179,7 @@ def test_runs_of_other_code_do_not_mix_and_both_are_named():
     with pytest.raises(UsageError) as error:
         refuse_another_run("a.json", of_code("1" * 64), "here", of_code("2" * 64))
     assert str(error.value).startswith(
-        "a.json is of other code: m:B was /a/m.py (111111111111) there, here /a/m.py (222222222222), or a module"
+        "a.json is from other code: m:B was /a/m.py (111111111111) there, here /a/m.py (222222222222), or a module"
     )
     for other in (of_code("1" * 64, "/elsewhere/m.py"), of_code(""), HEADER):
         refuse_another_run("a.json", of_code("1" * 64), "here", other)
@@ -260,7 +260,7 @@ def test_what_a_hook_takes_away_is_named_and_the_session_is_red(suite, hook):
     found = suite(hook)
     assert found.ret == 1
     found.stdout.fnmatch_lines(
-        ["PARTIAL: 4 of 8 planned case-runs ran, all passed; *selected by a hook or plugin of pytest, which took 4 *"]
+        ["PARTIAL: 4 of 8 planned case-runs ran, all passed; *by a hook or plugin of pytest, which removed 4 *"]
     )
 
 

@@ -214,7 +214,7 @@ def test_what_does_not_belong_together_is_refused_with_both_values(changes, mess
     files[1] = "2.json", shard_report(WORDS, 2, 3, **changes)
     with pytest.raises(UsageError) as error:
         merge_reports(files)
-    assert str(error.value).startswith("2.json is of another run than 1.json: ")
+    assert str(error.value).startswith("2.json is from a different run than 1.json: ")
     assert message in str(error.value)
 
 
@@ -260,7 +260,7 @@ def test_the_rest_of_another_shard_is_refused(call):
     call("run", "--backend", WORDS, "--shard", "1/2", "--json", "1.json")
     code, _, err = call("run", "--backend", WORDS, "--shard", "2/2", "--rest-of", "1.json")
     assert code == 4
-    assert "1.json is of another run: it is shard 1/2, here it is 2/2" in err
+    assert "1.json is from another run: it is shard 1/2, here it is 2/2" in err
     code, _, err = call("run", "--backend", WORDS, "--rest-of", "1.json")
     assert "it is shard 1/2, here it is of everything" in err
 
@@ -285,7 +285,10 @@ def test_a_page_is_of_one_run_and_a_summary_of_each(call):
     for tier in ("smoke", "full"):
         call("run", "-b", "fake:ok", "--tier", tier, "--json", f"{tier}.json")
     code, _, err = call("results", "report", "smoke.json", "full.json", "--html", "out.html")
-    assert (code, err) == (4, "attn-testkit: the files are of 2 runs, and a page is of one: give those of one run\n")
+    assert (code, err) == (
+        4,
+        "attn-testkit: the files are from 2 runs, but a page shows one: give the files of one run\n",
+    )
     _, out, _ = call("results", "report", "smoke.json", "full.json", "--markdown")
     assert out.count("CONFORMANT") == 2
 
@@ -296,6 +299,6 @@ def test_shards_of_other_code_are_not_merged():
 
     assert merge_reports([of(1, "a" * 64), of(2, "a" * 64)]).exit_code == 0, "the same code in another place"
     with pytest.raises(
-        UsageError, match=r"2\.json is of other code: .* was /2 \(b{12}\) there, in 1\.json /1 \(a{12}\)"
+        UsageError, match=r"2\.json is from other code: .* was /2 \(b{12}\) there, in 1\.json /1 \(a{12}\)"
     ):
         merge_reports([of(1, "a" * 64), of(2, "b" * 64)])

@@ -78,7 +78,7 @@ def test_a_healthy_backend_gives_nothing_and_what_passes_now_is_no_longer_kept(f
     assert code == 0, out + err
     assert (
         out.splitlines()[-1]
-        == "found no failure in 25 random case-runs; whether the backend conforms, `attn-testkit run` says"
+        == "found no failure in 25 random case-runs; `attn-testkit run` says whether the backend conforms"
     )
     assert f"no longer fails: {case} (eager)" in err
     assert (folder / "failures.tsv").read_text() == ""

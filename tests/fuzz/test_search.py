@@ -99,7 +99,7 @@ def test_what_everything_is_shrunk_towards_is_the_plainest_case(declared: Capabi
 
 
 def test_what_no_capability_leaves_a_head_layout_for_is_said() -> None:
-    with pytest.raises(ValueError, match="decode is declared, and no head layout with it"):
+    with pytest.raises(ValueError, match="decode is declared, but no head layout that goes with it is"):
         random_cases(CAPABILITIES.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)
 
 

@@ -32,7 +32,7 @@ class PageTableTransform(TorchNativeSparseBackend):
     )  # fmt: skip
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        """The selection is the slots."""
+        """Return the selection, which lists slots already."""
         return selected.clamp(min=0).long()
 
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

@@ -83,7 +83,7 @@ WRONG = {
         "eager",
         "decode-mqa4-d64-fp16-p16-k40.41-shared-negative-kvcustom-w4-b4prod",
         "matches-oracle",
-        "right without a sliding window",
+        "passes without a sliding window",
     ),
     "sglang_kernels:DecodeMLARope32": (
         "eager",

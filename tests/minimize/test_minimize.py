@@ -115,7 +115,7 @@ def test_what_passes_leaves_nothing_to_do(call: Call) -> None:
             4,
             "needs what the backend does not declare: page size 3",
         ),
-        (["-b", "torch_native", "decode-mha2"], 4, "does not say: head_dim"),
+        (["-b", "torch_native", "decode-mha2"], 4, "it lacks head_dim"),
         (["-b", "torch_native", "*codes*"], 4, "minimize takes one case id, no wildcards"),
         (["-b", "torch_nativ", PASSES], 4, "did you mean 'torch_native'?"),
         (["-b", "torch_native", "--seconds", "0", PASSES], 4, "seconds is 0; expected seconds above 0"),

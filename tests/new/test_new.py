@@ -131,7 +131,7 @@ def test_it_writes_beside_what_is_there(call, tmp_path):
         (["2fast"], "'2fast' cannot be the name of a module"),
         (["class"], "'class' cannot be the name of a module"),
         (["FlashAttention"], "the name of a module is in lower case; did you mean 'flash_attention'?"),
-        (["torch"], "'torch' would hide the module of that name; take another, such as torch_attention"),
+        (["torch"], "'torch' would hide the module of that name; choose another, such as torch_attention"),
         (["json"], "'json' would hide the module of that name"),
         (["a" * 41], "has 41 characters; the name of a module may have 40"),
         (["mine", "--into", "a_file"], "a_file is a file; name another folder with --into"),

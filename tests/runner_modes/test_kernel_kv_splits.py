@@ -71,5 +71,5 @@ def test_a_kernel_without_the_method_says_which() -> None:
     case = next(case.id for case in generate(Forgotten.capabilities, ForwardMode.DECODE, "core") if case.kv_splits)
     results = check_backend(Forgotten, cases=[case], device="cpu", executions=["eager"], modes=["decode"])
     headlines = [finding.headline for row in results.rows for finding in row.findings]
-    assert any("Forgotten declares lse and has no run_return_lse" in headline for headline in headlines)
+    assert any("Forgotten declares lse but does not define run_return_lse" in headline for headline in headlines)
     assert Forgotten.run_return_lse is KernelBackend.run_return_lse

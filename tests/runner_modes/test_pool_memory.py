@@ -254,9 +254,9 @@ def shifted() -> list[KVLayer]:
             "of 8, such as [3, 4, 2, 8]: transpose the view",
         ),
         (lambda: [halves(), KVLayer(halves().key[:1].expand(PAGES, -1, -1, -1), halves().key)], "have a stride of 0"),
-        (lambda: [halves(), KVLayer(halves().key, halves().value, halves().buffer)], "not lie in the layer's buffer"),
-        (of_shared_memory, "two numbers of the pool lie at one address"),
-        (shifted, "two numbers of the pool lie at one address"),
+        (lambda: [halves(), KVLayer(halves().key, halves().value, halves().buffer)], "not in the layer's buffer"),
+        (of_shared_memory, "two values of the pool share one address"),
+        (shifted, "two values of the pool share one address"),
     ],
 )  # fmt: skip
 def test_an_own_layout_that_the_kit_cannot_find_slots_in_is_answered(made: object, message: str) -> None:

@@ -138,8 +138,10 @@ class NoMerge(SplitKVBackend):
 
 
 def test_a_capability_without_its_method_says_which() -> None:
-    assert "NoMethod declares lse and has no forward_return_lse" in findings(NoMethod)[0].headline
-    assert "NoMerge declares lse with merges=True and has no merge_state" in findings(NoMerge, PAGES)[0].headline
+    assert "NoMethod declares lse but does not define forward_return_lse" in findings(NoMethod)[0].headline
+    assert (
+        "NoMerge declares lse with merges=True but does not define merge_state" in findings(NoMerge, PAGES)[0].headline
+    )
 
 
 class OneBuffer(SplitKVBackend):

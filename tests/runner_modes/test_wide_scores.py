@@ -26,7 +26,7 @@ class StoresAllColumns(IndexerParent):
 
 def test_a_backend_that_stores_all_columns_is_not_run_and_takes_no_memory_of_the_machine() -> None:
     record = run_case(StoresAllColumns, RunCase(CASE, Execution.EAGER), resolve("cpu"), StoresAllColumns.capabilities)
-    assert record.not_here.startswith(f"{NO_ROOM}for scores of more than 2^31 bytes, and what is made of them: ")
+    assert record.not_here.startswith(f"{NO_ROOM}for scores of more than 2^31 bytes and what is computed from them: ")
     assert "memory" in record.not_here
     assert not record.findings
     torch.empty(6 << 30, dtype=torch.uint8)  # there is no limit any more

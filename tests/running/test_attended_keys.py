@@ -22,7 +22,7 @@ TEXTS = [
         DECODE,
         "reads-own-kv",
         # Of which head, and so how much, hangs on the rounding of the CPU: several are wrong alike.
-        "% of its weight went to slots behind its last key",
+        "% of its weight went to slots after its last key",
     ),
     ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "none of its own KV tokens is read"),
     ("d_kv_extent:DecodeMissesItsOwnKey", DECODE, "matches-oracle", "the last KV token is missing"),

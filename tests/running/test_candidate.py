@@ -211,7 +211,7 @@ def test_a_class_that_no_import_gives_travels_by_value(monkeypatch: pytest.Monke
 
 
 def test_a_class_that_cannot_be_taken_along_is_refused_with_the_reason() -> None:
-    with pytest.raises(UsageError, match=r"class .*Local of .*cannot be taken to the process that runs it: TypeError"):
+    with pytest.raises(UsageError, match=r"class .*Local of .*cannot be sent to the process that runs it: TypeError"):
         candidate_for(local(lock=threading.Lock()))
-    with pytest.raises(UsageError, match="class 'a:B' could not be taken over: UnpicklingError"):
+    with pytest.raises(UsageError, match="class 'a:B' could not be received: UnpicklingError"):
         resolve_candidate(Candidate("a:B", b"no pickle"))

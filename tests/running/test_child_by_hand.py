@@ -124,7 +124,7 @@ def test_what_is_no_message_is_read_as_a_crash(started: Any) -> None:
     assert error.status is Status.CRASHED
     assert error.reason.startswith("the process spoke for itself: it sent 4 bytes that are not a message")
     error = lost(started(), ("bytes", pickle.dumps(os.getcwd)))
-    assert error.reason == "the process spoke for itself: it sent posix.getcwd, which no message holds"
+    assert error.reason == "the process spoke for itself: it sent posix.getcwd, which is not allowed in a message"
 
 
 def test_another_reader_reads_what_it_sends(started: Any) -> None:

@@ -108,7 +108,7 @@ def test_by_default_the_first_is_diagnosed_and_the_others_name_it() -> None:
     alike = next(each for each in others if not each.diagnosed)
     assert alike.findings[0].check == one.findings[0].check
     brief = format_failure(alike, brief=True).splitlines()
-    assert any(line.startswith(f"  cause    taken to be that of {one.execution}:") for line in brief)
+    assert any(line.startswith(f"  cause    assumed to be that of {one.execution}:") for line in brief)
     assert len(brief) < len(format_failure(alike).splitlines())
     assert sum(each.seconds["diagnosis"] for each in others if not each.diagnosed) < one.seconds["diagnosis"]
 

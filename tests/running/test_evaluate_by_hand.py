@@ -297,7 +297,7 @@ def test_a_step_that_there_is_not_is_no_step() -> None:
 
 def test_a_graph_that_works_and_is_not_declared_is_a_hint_and_no_more() -> None:
     eager, graph = recorded(), recorded(CASE, GRAPH)
-    hint = f"{SPEC}: decode captures and replays correctly under a graph, and is not declared"
+    hint = f"{SPEC}: decode captures and replays correctly under a graph, but is not declared"
     at = next(i for i, record in enumerate(graph[1].records) if record.replay)
     lost = with_run_record(graph, lost="gone")
     raised = with_run_record(graph, findings=(Finding("completes", "it raised"),))

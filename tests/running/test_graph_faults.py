@@ -15,7 +15,7 @@ FAULTS = [
         "BakedMaxLength",
         DECODE,
         "replay-follows-batch",
-        "requests of up to 16 KV tokens are right, of 301 and more are wrong",
+        "requests of up to 16 KV tokens are right, but requests of 301 or more are wrong",
     ),
     ("HostRead", DECODE, "captures-cleanly", "Tensor.item"),
     ("FreedWorkspace", DECODE, "addresses-stable", "freed after the capture"),

@@ -51,7 +51,7 @@ def test_with_an_eager_run_the_two_are_compared() -> None:
     ("backend", "check", "hint"),
     [
         (faults.CapturedLengthsInGraphsAlone, "matches-oracle", "it is not known whether eager would be wrong too"),
-        (faults.PaddedRowsCountInGraphsAlone, "padding-inert", "in a bucket of exactly 4 it is right"),
+        (faults.PaddedRowsCountInGraphsAlone, "padding-inert", "the step passes in a bucket of exactly 4"),
         (faults.GraphsAloneAndNothingChecked, "refuses-undeclared", "call super().__init__(context) first"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_process_that_is_killed_costs_no_result_but_that_of_its_own_worker(job
         assert set(repeated) == {"the judge's process was killed by SIGKILL"}
     elif kind == LANE:
         assert [how.splitlines()[0] for how in repeated] == [
-            "the lane, which evaluates what its worker did: the process was killed by SIGKILL"
+            "the lane, which evaluates results of its worker: the process was killed by SIGKILL"
         ]
     else:
         assert not repeated

@@ -99,8 +99,8 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        (signal.SIGKILL, "the lane, which evaluates what its worker did: the process was killed by SIGKILL"),
-        (signal.SIGSTOP, "the lane, which evaluates what its worker did: no result after "),
+        (signal.SIGKILL, "the lane, which evaluates results of its worker: the process was killed by SIGKILL"),
+        (signal.SIGSTOP, "the lane, which evaluates results of its worker: no result after "),
     ],
 )
 def test_a_lane_that_dies_or_hangs_costs_one_case_run_and_leaves_no_worker(

@@ -115,10 +115,10 @@ def test_a_writer_of_packed_heads_passes_unless_it_declares_strided_ones(executi
 def test_who_refuses_strided_heads_or_attends_them_wrongly_is_reported_of_the_capability() -> None:
     (refused,) = findings(Refuses, STRIDED).items()
     assert refused[0] == "completes"
-    assert refused[1].startswith("right if the heads of k and v are contiguous: in this case they are")
+    assert refused[1].startswith("the step passes if the heads of k and v are contiguous: in this case they are")
     (wrong,) = findings(WrongNumbers, STRIDED).items()
     assert wrong[0] == "matches-oracle"
-    assert wrong[1].startswith("right if the heads of k and v are contiguous")
+    assert wrong[1].startswith("the step passes if the heads of k and v are contiguous")
     assert "declare takes_strided_heads" in wrong[1]
 
 

@@ -100,7 +100,7 @@ def test_byte_code_without_a_source_is_noted(mine):
     results = run(spec)
     assert results.ok
     (note,) = results.header.notes[spec]
-    assert note == f"{path.with_suffix('.pyc')} is byte code without a source: nobody can read what was tested"
+    assert note == f"{path.with_suffix('.pyc')} is byte code without source code, so nobody can read what was tested"
 
 
 def test_a_file_that_is_edited_while_the_run_goes_on_fails_what_its_new_text_runs(mine):
@@ -116,7 +116,7 @@ def test_a_file_that_is_edited_while_the_run_goes_on_fails_what_its_new_text_run
     with contextlib.closing(Runner(Options())) as runner:
         (after,) = runner.run(plan, [eager])
     assert after.status is Status.CRASHED
-    assert after.reason.startswith(f"{path} or a module that it uses is other code than the run was planned for")
+    assert after.reason.startswith(f"{path} or a module that it uses has changed since the run was planned")
 
 
 def test_the_hash_of_the_code_holds_the_modules_that_a_backend_uses(tmp_path, monkeypatch):

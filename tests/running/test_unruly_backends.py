@@ -136,7 +136,7 @@ def test_a_class_that_cannot_travel_is_said_so() -> None:
 
     local = make_local(1.0)
     local.lock = threading.Lock()
-    with pytest.raises(UsageError, match=r"cannot be taken to the process that runs it: TypeError.*lock"):
+    with pytest.raises(UsageError, match=r"cannot be sent to the process that runs it: TypeError.*lock"):
         verdict(local)
 
 

@@ -90,8 +90,8 @@ def test_who_cannot_deal_with_an_unset_width_is_reported_what_it_was_and_where_i
     hint = hint_of(backend, case)
     assert hint is not None
     assert hint.splitlines()[0] == (
-        f"num_tokens_per_req is {unset} while this graph is captured (takes_unset_width is declared); with "
-        f"{width} it is right. Take the width from the context ({place}), or do not declare it"
+        f"num_tokens_per_req is {unset} while this graph is captured (takes_unset_width is declared); the "
+        f"step passes with {width}. Take the width from the context ({place}), or do not declare it"
     )
 
 

@@ -23,7 +23,7 @@ CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
         ({"backends": ["torch_native"], "executions": ["graphs"]}, "did you mean 'graph'"),
         ({"backends": ["torch_native"], "tier": "smok"}, "did you mean 'smoke'"),
         ({"backends": ["torch_native"], "device": "gpu"}, "unknown device 'gpu'"),
-        ({"backends": ["torch_native"], "cases": ["decode-gqa4x2-d64"]}, "does not say: dtype"),
+        ({"backends": ["torch_native"], "cases": ["decode-gqa4x2-d64"]}, "it lacks dtype"),
         ({"backends": ["torch_native"], "cases": ["decode-nothing-like-*"]}, "no case matches"),
         ({"backends": ["broken_backends:NotABackend"]}, "AttentionBackend"),
     ],

@@ -3,11 +3,11 @@
 An adapter names an entry point and a device. It gets the package's own function or class if the package imports, the
 device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes in
 torch, from the distribution that registers it (attn-testkit-servers). Every call of a fake is first bound to the
-*installed* package's signature, so that an adapter cannot rot unseen where no GPU is: an argument that was renamed or
-dropped raises ``TypeError`` here as it would there.
+*installed* package's signature, so that an adapter cannot become outdated unnoticed on a machine without a GPU: an
+argument that was renamed or dropped raises ``TypeError`` here as it would on a GPU.
 
-The better a fake, the more of the package's own Python runs in it. If the package separates Python from compiled
-code, replace the compiled module only (``swapped``): then state, checks and exceptions are the package's own.
+A good fake runs much of the package's own Python. If the package separates Python from compiled code, replace only the
+compiled module (``swapped``): then state, checks and exceptions come from the package.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VendorMissing(ImportError):
 
 
 class VendorMismatch(RuntimeError):
-    """The installed package no longer has what a fake replaces: the tested range of versions is too wide."""
+    """The installed package no longer has a function that a fake replaces: the tested range of versions is too wide."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class EntryPoint:
     """Ranges of compute capability with a kernel, ends inclusive, as ``((90, 90), (100, 103))``."""
     fake: str
     """``name:attribute`` of the fake, by the name of its module in the group ``attn_testkit.fakes``, or
-    ``module:attribute``; imported when it is first needed. A function takes the real one's
-    parameters, defaults filled in. A class has the real one's methods. A ``make_...`` function takes the real thing and
-    returns the fake (for fakes that derive from the real class)."""
+    ``module:attribute``; imported when it is first needed. A function takes the real one's parameters, defaults filled
+    in. A class has the real one's methods. A ``make_...`` function is given the real class and returns the fake (for
+    fakes that derive from the real class)."""
     extra: str
     """Extra of this project that installs the package."""
     from_source: bool = False
@@ -68,7 +68,7 @@ class Provided:
     call: Any
     is_fake: bool
     why: str = ""
-    """Reason why it is not the real one; empty if it is."""
+    """Reason why the function is a fake; empty if it is the real one."""
 
     @property
     def kernels(self) -> str:
@@ -77,7 +77,7 @@ class Provided:
 
 
 def device_is_real(device: torch.device) -> bool:
-    """True if a GPU is behind this device. An emulated one has that in its name; only the name is read here."""
+    """True if this device is a real GPU. An emulated device is known by its name; nothing else is read here."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return "emulated" not in torch.cuda.get_device_name(device).lower()
@@ -94,7 +94,7 @@ _forced: list[Literal["real", "fake"]] = []
 
 @contextmanager
 def forced(kind: Literal["real", "fake"]) -> Iterator[None]:
-    """Make ``provide`` give this kind inside the block if it can, to compare the two on one device."""
+    """Make ``provide`` return this kind inside the block if possible, to compare real and fake on one device."""
     _forced.append(kind)
     try:
         yield
@@ -184,7 +184,7 @@ def _no_fake(name: str) -> str:
 def why_not_here(*entries: EntryPoint) -> str:
     """Value of ``AttentionBackend.not_here`` for an adapter of these entry points; empty if each is real or has a fake.
 
-    The device that torch has at the moment is asked, and only for an entry point whose fake is not installed.
+    Only torch's current device is considered, and only for an entry point whose fake is not installed.
     """
     for entry in entries:
         name = entry.fake.partition(":")[0]
@@ -224,9 +224,9 @@ def _bound_class(original: type, fake: type) -> type:
 
 @contextmanager
 def swapped(fakes: Mapping[str, Any]) -> Iterator[None]:
-    """Put fakes in place of ``module:name`` of a package for the length of a call.
+    """Put fakes in place of ``module:name`` of a package for the duration of a call.
 
-    Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is faked.
+    Raises ``VendorMismatch`` when one of the names is not there: then the package changed, and nothing is replaced.
     """
     patches = []
     for path, fake in fakes.items():

@@ -1,4 +1,4 @@
-"""Signatures of functions in modules that do not import here: read from the source, of which nothing runs."""
+"""Signatures of functions in modules that do not import here: read from the source without running it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 FlashInfer compiles a kernel family (dtypes, head dim, window, soft cap) on its first use: 6 to 15 s each, one after
 another, during a measurement. Here every family that an adapter declares is built once, several at a time. Needs nvcc
-and ninja; the cache lies under ``FLASHINFER_WORKSPACE_BASE``.
+and ninja; the cache is stored under ``FLASHINFER_WORKSPACE_BASE``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8_e4m3": torch.floa
 
 @dataclass(frozen=True)
 class Family:
-    """One module to compile: a generator of the package, and what it is called with."""
+    """One module to compile: a generator of the package, and its arguments."""
 
     maker: str
     """``module:function`` that returns something with ``name`` and ``build``."""
@@ -52,7 +52,7 @@ def _dtype_pairs(declared: Capabilities) -> list[tuple[torch.dtype, torch.dtype]
 
 
 def _plans(declared: Capabilities, head_dims: Sequence[int]) -> Iterable[tuple[Any, ...]]:
-    """Parameters for which modules of plans are compiled: with and without window and soft cap."""
+    """Parameters of plans that need a compiled module: with and without window and soft cap."""
     for (q, kv), dim, window, cap in itertools.product(_dtype_pairs(declared), head_dims, (False, True), (False, True)):
         yield (q, kv, q, torch.int32, dim, dim, 0, window, cap)
 

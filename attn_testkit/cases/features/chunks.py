@@ -1,4 +1,4 @@
-"""Extend: steps in which the prompts of the own batch come."""
+"""Extend: number of chunks in which the prompts of the case's own batch arrive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ CHUNKS = Feature(
         ),
     ),
     describe=lambda case: {
-        "chunks": f"{case.chunks}: the own batch is the first, and the others follow it" if case.chunks > 1 else ""
+        "chunks": f"{case.chunks}: the case's own batch is the first, and the others follow it"
+        if case.chunks > 1
+        else ""
     },
     values=Columns(
         lambda declared, mode, tier: {"chunks": [1, 3]} if mode is ForwardMode.EXTEND else {},
@@ -44,5 +46,5 @@ CHUNKS = Feature(
     ),
     varies="step",
     apply=Without("cases/extend.py cuts a batch into chunks, and steps/schedule.py gives them the same slots."),
-    **no_capability("A chunk is an extend as any other to a backend."),
+    **no_capability("For a backend a chunk is an ordinary extend."),
 )

@@ -7,12 +7,12 @@ from ..fields import Fields
 from .feature import Asked, Covered, Feature, Without
 
 _REGIONS = 6
-"""Pages that a draft may take behind its prefix."""
+"""Pages that a draft may use after its prefix."""
 
 
 def _tried(declared: Capabilities, case: Fields) -> int:
-    """All that are declared, if the longest request and its new rows fill them. Else with the first of the new tokens:
-    how many more there are has no part in it.
+    """All declared tokens, if the longest request and its new rows fill them. Otherwise the prefix and the first of the
+    new tokens: the number of further new tokens does not matter.
     """
     most = max(case.prefixes) + 1
     if most < declared.max_context_len - _REGIONS * case.page_size:
@@ -33,7 +33,7 @@ CONTEXT = Feature(
         ),
     ),
     fit=Without("The catalogue leaves out what is longer than the declared context."),
-    values=Without("The keys have columns."),
+    values=Without("Columns of keys count as lengths."),
     covered=(
         Covered(
             "context",
@@ -45,7 +45,7 @@ CONTEXT = Feature(
         ),
     ),
     simpler=Without("It follows from the lengths, the rows and the page size."),
-    undeclared=Without("A context that is longer than declared has no other tensors than a shorter one."),
+    undeclared=Without("A context that is longer than declared has the same tensors as a shorter one."),
     random=Without("It follows from the lengths, the rows and the page size."),
     varies="instance",
     apply=Without("cases/plans.py computes it from all steps."),

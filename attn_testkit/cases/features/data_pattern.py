@@ -17,14 +17,15 @@ EXTREME_DATA = (
     "beyond_fp16",
     "small_weights",
 )
-"""Patterns of magnitude, of the cases of ``catalogue/extremes.py`` only: they show nothing but what they are for."""
+"""Patterns of extreme magnitudes, only for the cases of ``catalogue/extremes.py``: each shows only one kind of
+mistake."""
 CODES = "plus_minus_one"
 """Pattern of the cases that count keys: see ``catalogue/code_cases.py``."""
 EQUAL_LOGITS = ("mean", "negative")
-"""Patterns that show no error of a query or a key: their cases cover nothing that is declared."""
+"""Patterns that show no error of a query or a key: their cases do not count as covering a declared value."""
 REVEALING = ("gauss", "shifted", "one_hot")
-"""Each shows every wrong key, position and head, and no kernel finds it hard: replays have them in turn, and a pattern
-of large logits only where a case names it."""
+"""Patterns that show every wrong key, position and head, without being hard for a kernel. Replays have them in turn,
+and a pattern of large logits only if the case names it."""
 _ALL = (*DATA, *EXTREME_DATA, CODES, *STATE_DATA)
 
 COUNTED = "data that count keys"
@@ -125,5 +126,5 @@ DATA_PATTERN = Feature(
     random=lambda draws, declared, so_far: {"data": draws.one_of(DATA)},
     varies="step",
     apply=Without("steps/patterns.py draws the numbers."),
-    **no_capability("Numbers are not a capability: limits follow from them."),
+    **no_capability("Data are not a capability: limits follow from the numbers."),
 )

@@ -39,10 +39,10 @@ DTYPE = Feature(
     describe=lambda case: {"dtype": case.dtype},
     declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
     values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
-    covered=Without("The KV dtype counts each pair of the two."),
+    covered=Without("The feature KV dtype counts each pair of the two dtypes."),
     simpler=of_fields("dtype"),
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {"dtype": draws.one_of(sorted(declared.dtypes))},
     varies="instance",
-    apply=Without("steps/data.py rounds the numbers to it, and the harness makes pool and batches of it."),
+    apply=Without("steps/data.py rounds the numbers to the dtype, and the harness makes pool and batches of it."),
 )

@@ -19,7 +19,7 @@ from ..rows import changed_rows
 from ..traits import Trait as Trait
 
 Value = int | str | tuple[str, str]
-"""A value that a backend declares, as the count of what is covered names it."""
+"""A value that a backend declares, as the list of covered values names it."""
 Size = tuple[float, ...]
 Row = Mapping[str, Any]
 """A row of a covering array: name of a column -> value."""
@@ -43,7 +43,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Bound:
-    """Values that a number of a word may have, or each number of a list such as ``5x2.9``."""
+    """Bounds of a number in a word, or of each number in a list such as ``5x2.9``."""
 
     what: str
     least: int
@@ -58,7 +58,7 @@ class Bound:
     """A regular expression of the text between two numbers."""
 
     def wrong(self, match: re.Match[str]) -> str:
-        """The reason why the number is refused; empty if it is not, or if the word has none."""
+        """The reason why the number is refused; empty if it is accepted, or if the word has no number."""
         text = match[self.group]
         if text is None:
             return ""
@@ -88,20 +88,20 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True)
 class Word:
-    """One word of a case id. Raises ``ValueError`` for one with a number and without bounds."""
+    """One word of a case id. Raises ``ValueError`` for a word with a number but without bounds."""
 
     pattern: str
     """A regular expression that matches the whole word."""
     read: Callable[[re.Match[str], Changes], Changes]
-    """(match, fields that the words before it gave, and rows of the mode): fields."""
+    """(match, fields from the words before it, rows of the mode) -> fields."""
     write: Callable[[Fields], str]
-    """Empty for a default, which is not written."""
+    """Text of the word; empty for a default, which is not written."""
     spelled: tuple[str, ...] = ()
     """Spellings that an error may suggest for an unknown word."""
     always: bool = False
     """True: every id has it."""
     current: Callable[[], str] | None = None
-    """The pattern as it is now, where it follows from a table that may grow."""
+    """The present pattern, if it follows from a table that may grow."""
     bounds: tuple[Bound, ...] = ()
     """Bounds of every number in the word."""
 
@@ -110,7 +110,7 @@ class Word:
             raise ValueError(f"the word {self.pattern!r} has a number; say which values it may have")
 
     def wrong(self, match: re.Match[str]) -> str:
-        """The reason why a number of the word is refused; empty if none is."""
+        """The reason why a number of the word is refused; empty if all are accepted."""
         return next(filter(None, (bound.wrong(match) for bound in self.bounds)), "")
 
 
@@ -132,61 +132,62 @@ def flag_word(word: str, field: str) -> Word:
 
 @dataclass(frozen=True)
 class Asked:
-    """One question about what a backend declares."""
+    """One question about the declarations of a backend."""
 
     words: Callable[[Fields], str]
-    """Words for what the case needs."""
+    """Phrase for what the case needs."""
     declared: Callable[[Capabilities, Fields], bool]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that a feature has in the covering array of a mode, and the fields that a row of it gives."""
+    """Columns of a feature in the covering array of a mode, and the fields that follow from a row of the array."""
 
     values: Callable[[Capabilities, ForwardMode, str], Mapping[str, Sequence[Any]]]
     """(capabilities, mode, tier) -> name of a column -> its values, the simplest first. Empty: no column."""
     fields: Callable[[Capabilities, Row, Changes], Changes] = lambda declared, row, so_far: {}
-    """(capabilities, row, fields of the features before): the feature's. A column that has the name of a field is
-    that field, and needs nothing here."""
+    """(capabilities, row, fields of earlier features) -> fields of this feature. A column with the name of a field is
+    that field, and is not needed here."""
     inside: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of a column of whose values an instance has several, in its layers or its replays -> the columns with which
-    it is paired all the same: the case's own batch, which runs first, meets all of their values."""
+    """Name of a column of which an instance has several values, in its layers or its replays -> columns with which it
+    is still paired: the case's own batch, which runs first, occurs with all of their values."""
     meets: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of a column -> columns of ``inside`` with which it is paired all the same."""
+    """Name of a column -> columns of ``inside`` with which it is still paired."""
     further: Sequence[str] = ()
-    """Names of columns that keep their first value until the others have met: options, layouts, server variants."""
+    """Names of columns that keep their first value until all pairs of the other columns have occurred: options,
+    layouts, server variants."""
 
 
 @dataclass(frozen=True)
 class Covered:
-    """One kind of declared value, each of which some case has to try."""
+    """One kind of declared value. Some case has to try each value."""
 
     name: str
     words: str
-    """Words before its values; of a bound, behind its number."""
+    """Words before its values; for a bound, words after its number."""
     declared: Callable[[Capabilities, ForwardMode], Iterable[Value]]
-    """Every value that is declared in a mode; of a bound the largest only."""
+    """Every value that is declared in a mode; for a bound, only the largest."""
     tried: Callable[[Capabilities, Fields], Value | None]
-    """The value that a case would show to be wrong; None: none."""
+    """The value whose mistakes the case would show; None: no value."""
     make: Callable[[Capabilities, Fields, Any], Changes] | Without
-    """(capabilities, case, value): what makes the case try the value."""
+    """(capabilities, case, value) -> changes that make the case try the value."""
     largest_first: bool = False
     """True: small cases are made for large values first, so that one of them has the most rows."""
     bound: bool = False
-    """A larger value that is tried covers the smaller ones."""
+    """True if a larger value that is tried covers the smaller ones."""
     most: int | None = None
     """Largest value of a bound that a case is made for."""
     sampled: bool = False
-    """True: a range of numbers may be declared, of which a tier takes some."""
+    """True if a range of numbers may be declared, of which a tier tries some."""
 
     def covers(self, found: Value | None, value: Value) -> bool:
-        """Return True if a case that tries ``found`` tries ``value``."""
+        """Return True if a case that tries ``found`` also tries ``value``."""
         if self.bound and isinstance(found, int) and isinstance(value, int):
             return found >= value
         return found == value
 
     def capped(self, value: Value) -> Value:
-        """Return the value, or of a bound as much as cases are made for."""
+        """Return the value, or for a bound at most the largest value for which cases are made."""
         return min(value, self.most) if self.most is not None and isinstance(value, int) else value
 
 
@@ -196,7 +197,7 @@ def option(
     has: Callable[[Fields], bool],
     made_by: str = "The covering array has it.",
 ) -> Covered:
-    """An option that is declared or is not, and which cases have or have not."""
+    """A feature that a backend declares or not, and that a case has or not."""
     return Covered(
         name,
         "",
@@ -207,12 +208,12 @@ def option(
 
 
 def no_capability(why: str) -> dict[str, Any]:
-    """Members of a feature of which a backend declares nothing, and why not."""
+    """Members of a feature about which a backend declares nothing, with the reason."""
     return dict.fromkeys(("declared", "fit", "covered", "undeclared"), Without(why))
 
 
 def nothing_simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
-    """No value lies between the case's and the minimal case's."""
+    """``Simpler.steps`` of a feature without a value between the case's and the minimal case's."""
     yield from ()
 
 
@@ -223,17 +224,19 @@ class Simpler:
     value: Callable[[Fields], str]
     """The value for people, in a word or two."""
     of: Callable[[Fields], Any]
-    """The value: the minimal case's if the case does not differ in it, whatever the number of requests."""
+    """The value; it equals the minimal case's value if the case does not differ in it, whatever the number of
+    requests."""
     reset: Callable[[Fields, Fields], Changes]
-    """(case, plain): what gives the case the minimal value."""
+    """(case, plain) -> changes that give the case the minimal value."""
     size: Callable[[Fields, Fields], Size] = lambda case, minimal: (0,)
-    """(case, plain): the distance from the minimal value."""
+    """(case, plain) -> distance from the minimal value."""
     steps: Callable[[Capabilities, Fields, Fields], Iterator[Changes]] = nothing_simpler
-    """(capabilities, case, plain): what may bring it nearer without resetting it; what is worth most comes first."""
+    """(capabilities, case, plain) -> changes that bring the value nearer to the minimal one without resetting it; the
+    most valuable change comes first."""
 
 
 def of_fields(*names: str, **more: Any) -> Simpler:
-    """``Simpler`` of a field, and of those that mean nothing without it."""
+    """``Simpler`` of a field, and of fields that mean nothing without it."""
     values: dict[str, Any] = {
         "value": lambda case: str(getattr(case, names[0]) or "none"),
         "of": lambda case: tuple(getattr(case, each) for each in names),
@@ -257,7 +260,7 @@ def of_number(*names: str, **more: Any) -> Simpler:
 
 
 def of_rows_part(name: str, **more: Any) -> Simpler:
-    """``Simpler`` of a part that rows of one mode have; ``Fields`` has a property of its name for all modes."""
+    """``Simpler`` of a part of the rows of one mode; ``Fields`` has a property of the same name for all modes."""
 
     def reset(case: Fields, minimal: Fields) -> Changes:
         value = getattr(minimal, name)
@@ -267,20 +270,21 @@ def of_rows_part(name: str, **more: Any) -> Simpler:
 
 
 Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]
-"""(capabilities, a context that was accepted): its name and a context that asks for more; None: there is none."""
+"""(capabilities, a context that was accepted) -> name and value of a context that asks for more than declared; None:
+there is none."""
 
 
 class Draws(Protocol):
-    """A source of random values; what it gives first is the simplest."""
+    """A source of random values; it gives the simplest ones first."""
 
     def one_of(self, values: Sequence[T], /) -> T:
-        """One of ``values``, the simplest of which comes first."""
+        """Draw one of ``values``; the first one is the simplest."""
 
     def number(self, low: int, high: int, /) -> int:
-        """A number from ``low`` to ``high``, both included."""
+        """Draw a number from ``low`` to ``high``, both included."""
 
     def numbers(self, count: tuple[int, int], *ranges: tuple[int, int]) -> tuple[int, ...]:
-        """Fewest to most numbers, each out of one of ``ranges``."""
+        """Draw ``fewest`` to ``most`` numbers, each from one of ``ranges``."""
 
 
 @dataclass(frozen=True)
@@ -300,27 +304,27 @@ class OnSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One thing in which cases differ. ``TypeError`` for one without a member, ``ValueError`` for one without a field
-    or a reason.
+    """One thing in which cases differ. Raises ``TypeError`` if a member is missing, and ``ValueError`` if a field or a
+    reason is missing.
     """
 
     name: str
     order: int
-    """Place among the features: of its words in an id, and of its fields when a case is made."""
+    """Place among the features, for its words in an id and for its fields when a case is made."""
     fields: tuple[str, ...] | Without
-    """Fields of a case that the words of the feature give."""
+    """Fields of a case that the feature's words define."""
     words: tuple[Word, ...] | Without
     """Words of a case id."""
     describe: Callable[[Fields], Mapping[str, str]] | Without
-    """Label -> phrase for people, empty for what the case does not have."""
+    """Label -> phrase for people; the phrase is empty if the case does not have the feature."""
     declared: tuple[Asked, ...] | Without
     """Questions whether a backend declares the value."""
     fit: Callable[[Capabilities, Fields], Changes] | Without = Without("Cases are made of declared values.")
-    """Changes that bring a case to the nearest declared value; empty if it has a declared one."""
+    """Changes that give a case the nearest declared value; empty if its value is declared."""
     values: Columns | Without
     """Columns of the covering array of a tier."""
     covered: tuple[Covered, ...] | Without
-    """Declared values that a case tries, and a small case for each that no other case tries."""
+    """Declared values that a case tries, and a small case for each value that no other case tries."""
     simpler: Simpler | Without
     """Steps of a failing case toward the minimal case."""
     undeclared: tuple[Outside, ...] | Without
@@ -330,11 +334,11 @@ class Feature:
     varies: Literal["instance", "layer", "step"]
     """Scope of a value: the backend instance, each of its layers, or each step."""
     apply: tuple[OnLayers | OnSteps, ...] | Without
-    """Meaning of the value for layers or steps. ``Without`` names the file that knows."""
+    """Effect of the value on layers or steps. ``Without`` names the file that applies it."""
     traits: tuple[Trait, ...] = ()
     """Traits that follow from its value; a trait says which others no case has together with it."""
     wrong: Callable[[Fields], str] | None = None
-    """Function: the reason why a case's values contradict each other, or empty."""
+    """Function that returns the reason why a case's values contradict each other, or empty text."""
     context: Callable[[Sequence[Any]], Changes] | None = None
     """Function (schedules of an instance): fields of its ``BackendContext``."""
     eager_only: Callable[[Capabilities, Fields], str] | None = None

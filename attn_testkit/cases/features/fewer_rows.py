@@ -1,4 +1,4 @@
-"""Rows between those of a failing case and the fewest: what ``minimize`` tries of ``features/rows.py``."""
+"""Rows between a failing case's and the fewest: what ``minimize`` tries for ``features/rows.py``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fewer_rows(declared: Capabilities, case: Fields, minimal: Fields) -> Iterato
 
 
 def _fewer_new(rows: Extend) -> Iterator[Rows]:
-    """One count of several less, the largest first; a graph without more room than they need."""
+    """One of several counts removed, the largest first; or a graph without unused rows."""
     for old in sorted(set(rows.new), reverse=True):
         for count in (1, *nearer_numbers(old, 1)):
             new = tuple(count if each == old else each for each in rows.new)
@@ -52,8 +52,8 @@ def _smaller_trees(tree: Tree) -> Iterator[Tree]:
 
 
 def _fewer_accepted(rows: Accepted) -> Iterator[Rows]:
-    """All rows of everyone; fewer rows, of which everyone accepts as many, or leaves out as many; the same count for
-    everyone; one count more.
+    """Accepted counts to try: all rows of every request; fewer rows, with the same accepted or the same rejected
+    tokens; the same count for every request; one count removed.
     """
     width, new, count_of = rows.width, rows.new, len(rows.new)
     yield replace(rows, new=(width,) * count_of)

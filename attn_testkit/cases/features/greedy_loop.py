@@ -1,4 +1,4 @@
-"""Draft-decode and target-verify: the greedy-equivalence loop, whose rounds run in addition to the steps."""
+"""Draft-decode and target-verify: the greedy-equivalence loop. Its rounds run in addition to the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXTENDS = {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
 
 
 def _loop_declared(declared: Capabilities, case: Fields) -> bool:
-    """Are the modes of the loop declared, with the options that the case gives to all of them?"""
+    """True if the modes of the loop are declared with the options of the case."""
     modes, others = declared.eager | declared.graph, {ForwardMode.TARGET_VERIFY}
     if not case.rounds:
         return True
@@ -42,11 +42,11 @@ GREEDY_LOOP = Feature(
             "loop",
             lambda case: case.rounds > 0,
             excludes={
-                "packed rows": "the words of a loop are numbers, and no rows of bytes",
-                "heads by layer": "the words of a loop have heads of one shape",
-                "fresh requests": "a loop of target-verify computes prompts first, of a token or more before the last",
-                "branching trees": "a loop of target-verify verifies chains; that of draft-decode has branches",
-                "snapshots of states": "no prefix cache takes part in a loop",
+                "packed rows": "the pool of a loop holds plain numbers, not rows of bytes",
+                "heads by layer": "all layers of a loop have heads of one shape",
+                "fresh requests": "a loop of target-verify first computes prompts, so each request needs a prefix",
+                "branching trees": "a loop of target-verify verifies chains; only that of draft-decode has branches",
+                "snapshots of states": "a loop has no prefix cache",
             },
         ),
     ),

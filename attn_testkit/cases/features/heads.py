@@ -14,7 +14,7 @@ from .feature import Asked, Bound, Columns, Covered, Feature, OnLayers, Trait, W
 from .numbers import nearest
 
 MOST_USUAL_RATIO = 8
-"""Query heads a KV head that a covering array goes up to."""
+"""The most query heads per KV head in a covering array."""
 _MOST_HEADS = 64
 
 
@@ -37,7 +37,7 @@ def typical_heads(declared: Capabilities) -> list[Heads]:
 
 
 def smallest_heads_first(declared: Capabilities) -> list[Heads]:
-    """Layouts of few KV heads, the simplest first; empty if a family is declared without its numbers."""
+    """Layouts with few KV heads, the simplest first; empty if a family is declared without numbers of heads."""
     groups = [ratio for ratio in sorted(declared.gqa_ratios) if ratio > 1]
     found = [Heads(layout.name, count, count) for layout in as_many(declared) for count in (2, 1, 4)]
     found += state_heads(declared)
@@ -51,12 +51,12 @@ def smallest_heads_first(declared: Capabilities) -> list[Heads]:
 
 
 def fewest_latent_heads(declared: Capabilities) -> Heads:
-    """The fewest of a latent layout."""
+    """The fewest heads of a latent layout."""
     return latent_heads(declared, min(declared.gqa_ratios))
 
 
 def other_heads(declared: Capabilities) -> Heads:
-    """A group of several heads where it costs little: with many rows they are more than a tile."""
+    """A group of several heads if it costs little: with many rows the heads are more than a tile."""
     groups = sorted(declared.gqa_ratios - {1})
     if not groups or not declared.families & {"gqa", "mqa"}:
         return Heads(plain_layout(declared), 2, 2)
@@ -73,14 +73,14 @@ def _with(declared: Capabilities, case: Fields, heads: Heads, **changes: Any) ->
 
 
 def of_mla(declared: Capabilities, case: Fields, **changes: Any) -> Changes:
-    """``changes``, plus heads of MLA if the case has none."""
+    """``changes``, plus heads of MLA if the case has other heads."""
     return _with(
         declared, case, case.heads if case.heads.layout.values_in_keys else fewest_latent_heads(declared), **changes
     )
 
 
 def of_others(declared: Capabilities, case: Fields, **changes: Any) -> Changes:
-    """``changes``, and heads of another family if the case has those of MLA."""
+    """``changes``, plus heads of another family if the case has heads of MLA."""
     return _with(declared, case, other_heads(declared) if case.heads.layout.values_in_keys else case.heads, **changes)
 
 
@@ -96,14 +96,14 @@ def _pattern() -> str:
 
 
 def _phrase(case: Fields) -> str:
-    heads, of_all = case.heads, ", which hold those of all layers" if case.layers.shapes else ""
+    heads, of_all = case.heads, ", which contain the heads of all layers" if case.layers.shapes else ""
     many, few = ("value", "key") if heads.layout.has_state else ("query", "KV")
     fewer = f"{heads.kv_heads} {few} head{'s'[: heads.kv_heads - 1]}"
     return f"{heads.family}: {heads.q_heads} {many} head{'s'[: heads.q_heads - 1]}, {fewer}{of_all}"
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
-    """A case whose layers differ has its own heads, which no layer has."""
+    """True if the heads are declared. If layers differ, the heads of the case are not those of any layer."""
     own = (Heads.of(case.heads.layout.family, shape.num_qo_heads, shape.num_kv_heads) for shape in case.layers.shapes)
     return all(
         heads.family in declared.families
@@ -113,7 +113,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def _grouped(declared: Capabilities) -> str:
-    """The family whose cases try groups: with several KV heads a query head can also have the wrong one."""
+    """The family whose cases try groups. With several KV heads a query head can also use the wrong KV head."""
     return next((family for family in ("gqa", "mqa") if family in declared.families), "")
 
 
@@ -140,7 +140,8 @@ def _states_of_groups(declared: Capabilities) -> list[str]:
 
 
 def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
-    """Changes that give a case these heads and what their family needs: MLA has a rope width and its own scaling."""
+    """Changes that give a case these heads and the settings that their family needs: MLA has a rope width and its own
+    scaling."""
     if heads.layout.values_in_keys or not case.heads.layout.values_in_keys:
         return {"heads": heads}
     return {"heads": heads, "rope_dim": 0, "usual_scaling": like.usual_scaling}
@@ -150,7 +151,9 @@ def _value(case: Fields) -> str:
     if not case.rope_dim:
         return str(case.heads)
     latent = case.heads.layout.values_in_keys
-    return f"{case.heads} with rope {case.rope_dim}" if latent else f"{case.heads}, keys wider by {case.rope_dim}"
+    return (
+        f"{case.heads} with rope {case.rope_dim}" if latent else f"{case.heads}, keys that are wider by {case.rope_dim}"
+    )
 
 
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
@@ -174,7 +177,7 @@ HEADS = Feature(
             excludes={"usual scaling": "MLA has its own scaling"},
         ),
         Trait(
-            "heads that are alike",
+            "layers with the same heads",
             lambda case: not case.heads.layout.by_layer,
             excludes={"heads by layer": "all layers of MLA have the same heads"},
         ),
@@ -285,7 +288,7 @@ HEADS = Feature(
         ),
         steps=_fewer,
     ),
-    undeclared=Without("No context asks for undeclared heads so far."),
+    undeclared=Without("So far no context asks for undeclared heads."),
     random=lambda draws, declared, so_far: {"heads": draws.one_of(smallest_heads_first(declared))},
     varies="layer",
     apply=(OnLayers(

@@ -29,20 +29,25 @@ from .outside import with_layers
 from .selection import SELECTION
 
 _FEW_HEADS = 8
-"""Cases have few index heads if that is declared: they cost as much as heads of attention."""
+"""Index heads of most cases, if this number is declared: an index head costs as much as a head of attention."""
 
 
 def _of(declared: Capabilities, mode: ForwardMode) -> Indexer | None:
-    """The indexer that is declared in a mode: a draft attends keys that its target selected."""
+    """The indexer that is declared in a mode; draft-decode has none, because a draft attends to keys that its target
+    selected."""
     return declared.sparse.indexer if declared.sparse and mode is not ForwardMode.DRAFT_DECODE else None
 
 
 def _words(case: Fields) -> str:
     each = case.indexer
     if each is None:
-        return "selections that are given"
+        return "selections without an indexer"
     scale = "powers of two" if each.pow2 else "amax / 448"
-    more = ", in forward" * each.fused + ", used by two layers" * each.reuse + f", {each.data}" * bool(each.data)
+    more = (
+        ", in forward" * each.fused
+        + ", whose selections two layers use" * each.reuse
+        + f", {each.data}" * bool(each.data)
+    )
     return f"an indexer of {each.heads} heads with scales {scale}{more}"
 
 
@@ -71,7 +76,7 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
 
 
 def _like(indexer: Indexer, each: Indexing) -> Indexing:
-    """The declared indexer that is most like ``each``."""
+    """The declared indexer that is most similar to ``each``."""
     heads = each.heads if each.heads in indexer.heads else _usual_heads(indexer)
     data = "" if indexer.fused else each.data
     reuse = each.reuse and indexer.reuses_selections
@@ -132,7 +137,7 @@ def _of_layers(case: Fields) -> Sequence[Changes]:
 
 
 def _tried(declared: Capabilities, case: Fields) -> int | None:
-    """The heads of a case in which some row leaves keys out."""
+    """The index heads of a case in which some row leaves keys out."""
     if case.indexer is None or case.selection is None or max(case.prefixes) < 2 * case.selection.topk:
         return None
     return case.indexer.heads
@@ -151,7 +156,7 @@ def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
 def _wrong(case: Fields) -> str:
     if not case.indexer or case.selection:
         return ""
-    return f"{case.indexer} selects keys, and layers attend to all: add a word such as sel16"
+    return f"{case.indexer} selects keys, but layers attend to all keys: add a word such as sel16"
 
 
 INDEXER = Feature(

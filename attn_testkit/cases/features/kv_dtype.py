@@ -34,7 +34,8 @@ def _layers(case: Fields) -> Sequence[Changes]:
 
 
 _ABOVE_SCALES_OF_BLOCKS = 2.0**-4
-"""Scale of a layer whose blocks have scales of few bits: most of their numbers are then neither too large nor tiny."""
+"""Scale of a layer whose blocks have scales of few bits. With it, most numbers are neither too large nor too small for
+their format."""
 
 
 def _word(kv_dtype: str) -> str:
@@ -61,11 +62,11 @@ KV_DTYPE = Feature(
             "packed rows",
             lambda case: case.kv_dtype in ROW_FORMATS,
             excludes={
-                "heads by layer": "all layers have rows of the same bytes",
+                "heads by layer": "rows of all layers have the same size in bytes",
             },
         ),
         Trait(
-            "scales of the pool that lie apart",
+            "scales of the pool in memory of their own",
             lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].apart,
         ),
     ),
@@ -151,7 +152,7 @@ KV_DTYPE = Feature(
         ),
     ),
     simpler=of_fields("kv_dtype"),
-    undeclared=Without("No context asks for a pool of an undeclared dtype so far, but with the model's."),
+    undeclared=Without("So far no context asks for a pool of an undeclared dtype other than the model's."),
     random=lambda draws, declared, so_far: {"kv_dtype": draws.one_of(sorted(declared.kv_dtypes, reverse=True))},
     varies="instance",
     apply=(OnLayers(_layers),),

@@ -12,7 +12,7 @@ from .numbers import MOST_REQUESTS, listed, nearer_numbers, numbers_word, read_n
 
 _MOST_REQUESTS = 5
 _MOST_PREFIX = 400
-"""Tokens of a random case; catalogues try the long ones, and there a case is to be quick."""
+"""The most prefix tokens of a random case, which should be quick; catalogues try long requests."""
 
 PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "edges": lambda page, width: (page - 1, page, page + 1),
@@ -25,14 +25,14 @@ PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "long": lambda page, width: (600, 70, 12),
     "fresh": lambda page, width: (0, 0, 0),
     "many": lambda page, width: (2 * page + 5, 3, 0, page, 9, 33, 1, 17, 5),
-    # The rows of a request lie on both sides of a multiple of the usual key tiles, and one begins at the end of a chunk
+    # The rows of a request are on both sides of a multiple of the usual key tiles, and one begins at the end of a chunk
     # of 64 or of a page.
     "tiles": lambda page, width: (
         *(tile - width // 2 for tile in (32, 128, 64, 16)),
         max(page, 64) - 1,
     ),
 }
-"""Name -> prefixes for a page of so many slots (8 at least) and so many rows of a request."""
+"""Name -> prefixes for a page size (8 at least) and a number of rows of a request."""
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
@@ -41,7 +41,8 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 
 
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
-    """All requests as the shortest; some minimal; the longest shorter; each length shorter."""
+    """Shorter lengths to try: all requests like the shortest; some minimal; the longest one shorter; each one
+    shorter."""
     lens, of_plain = case.prefixes, minimal.prefixes[0]
 
     def with_lens(length_of: Callable[[int], int]) -> Changes:
@@ -98,5 +99,5 @@ KEYS = Feature(
     random=lambda draws, declared, so_far: {"prefixes": draws.numbers((1, _MOST_REQUESTS), (0, 20), (0, _MOST_PREFIX))},
     varies="step",
     apply=Without("cases/plans.py makes the lengths of all steps from the case's own."),
-    **no_capability("The context, of which all steps take a part, is asked about instead."),
+    **no_capability("The declared context covers it, because all steps have to fit into it."),
 )

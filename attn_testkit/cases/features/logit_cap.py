@@ -12,7 +12,7 @@ from .feature import Asked, Bound, Columns, Feature, OnLayers, Trait, Word, of_n
 from .outside import with_layers
 
 _CAPS = (0.0, 1.5)
-"""None, and one of the size of the logits that the data give."""
+"""No cap, and a cap in the range of the logits that the data give."""
 
 
 def _undeclared_cap(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -26,7 +26,7 @@ def _caps(case: Fields) -> Sequence[Changes]:
 
 
 def capped(case: Fields) -> list[bool]:
-    """Layer by layer: true if it has the cap of a case that has one."""
+    """Flags of the layers: True for a layer with the soft cap of the case."""
     layers = range(case.layers.count)
     if not case.logit_cap or case.layers.count == 1:
         return [True for _ in layers]

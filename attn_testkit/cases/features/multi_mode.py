@@ -8,7 +8,7 @@ from .feature import Asked, Feature, Trait, Without, flag_word, of_flag
 
 
 def _by_slots_only(declared: Capabilities) -> bool:
-    """True if drafts need a slot for each node, the number of which only a case of target-verify says."""
+    """True if drafts need a slot for each node: only a case of target-verify defines the number of nodes."""
     verifies = ForwardMode.TARGET_VERIFY in declared.graph | declared.eager
     return declared.state is not None and verifies and "commit" not in declared.state.rollback
 
@@ -44,16 +44,16 @@ MULTI_MODE = Feature(
             lambda declared, case: not case.multi_mode or {case.mode} < declared.graph | declared.eager,
         ),
         Asked(
-            lambda case: "states that are committed, on an instance which is named by a mode without drafts",
+            lambda case: "states that are committed, on an instance whose case is of a mode without drafts",
             lambda declared, case: not case.multi_mode or case.tree is not None or not _by_slots_only(declared),
         ),
     ),
-    fit=Without("Cases are made so if several modes are declared."),
+    fit=Without("Such cases are made if several modes are declared."),
     values=Without("catalogue/named.py makes its cases: one costs as much as all modes together."),
     covered=Without("It follows from the modes, and is not a separate capability."),
     simpler=of_flag("multi_mode"),
     undeclared=Without("It follows from the modes, and is not a separate capability."),
-    random=Without("One costs as much as all modes together."),
+    random=Without("Such a case costs as much as all modes together."),
     varies="instance",
     apply=Without("cases/co_residents.py makes the cases of the other modes, and runner_modes/ interleave them."),
 )

@@ -1,4 +1,4 @@
-"""Numbers: some of many, those between two, and how lists of them are written."""
+"""Helpers for numbers: a selection of many, the numbers between two, and how lists are written."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from ..fields import Changes, Fields
 MOST_REQUESTS = 1 << 17
 """Requests of a batch in a case id; the largest case of a catalogue has 1,009."""
 _FEW = 8
-"""Most declared values below the case's own that are all tried. Of more: powers of two, and the two largest."""
+"""The most declared values below the case's own value that are all tried. If there are more: powers of two, and the two
+largest."""
 _MOST_LISTED = 8
-"""Longer lists of numbers are shortened to so many runs."""
+"""The number of runs to which longer lists of numbers are shortened."""
 
 
 def nearest(values: Collection[int], to: int) -> int:
-    """Return the declared value that is nearest to a usual one; the smaller of two."""
+    """Return the declared value that is nearest to a usual one; of two equally near ones the smaller."""
     return min(values, key=lambda value: (abs(value - to), value))
 
 
 def some_of(values: Collection[int], count: int) -> list[int]:
-    """The smallest, the largest, and some between."""
+    """The smallest value, the largest, and some between them."""
     values = sorted(values)
     if len(values) <= count:
         return values
@@ -31,7 +32,7 @@ def some_of(values: Collection[int], count: int) -> list[int]:
 
 
 def nearer_numbers(value: int, minimal: int) -> Iterator[int]:
-    """Numbers from half way on, back to the one next to the value: a bisection, if it is asked after each step."""
+    """Numbers from the middle to the one next to the value: a bisection, if the caller continues after each step."""
     step = abs(value - minimal) // 2
     while step:
         yield value - step if value > minimal else value + step
@@ -65,7 +66,7 @@ def read_numbers(text: str) -> tuple[int, ...]:
 
 
 def listed(values: Sequence[int]) -> str:
-    """1, 3, 3, 3 -> ``1, 3 x 3``: the second number counts."""
+    """1, 3, 3, 3 -> ``1, 3 x 3``: the second number is a count."""
     runs = [(value, len(list(same))) for value, same in groupby(values)]
     words = [f"{value} x {times}" if times > 2 else ", ".join([str(value)] * times) for value, times in runs]
     if len(words) <= _MOST_LISTED:

@@ -1,4 +1,4 @@
-"""Contexts that ask for more than a backend declares: the pool that goes with what is asked."""
+"""Contexts that ask for more than a backend declares, and the pools that belong to these contexts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...contract import AttentionLayer, BackendContext, KVPool
 
 
 def first_undeclared(candidates: tuple[int, ...], declared: Set[int]) -> int | None:
-    """The first number that is not declared; None: all are."""
+    """The first number that is not declared; None: all numbers are declared."""
     return next((value for value in candidates if value not in declared), None)
 
 
@@ -29,7 +29,7 @@ def pool_like(
     dtype: torch.dtype | None = None,
     layout: str | None = None,
 ) -> KVPool | None:
-    """A pool as that of ``context``, or one that differs in what is given; None if the backend makes no such pool."""
+    """A pool like that of ``context``, with the given changes; None if the backend makes no such pool."""
     pool, page_size = context.kv_pool, page_size or context.page_size
     layout, layers, dtype = layout or pool.layout, layers or context.layers, dtype or pool.dtype
     form = pool.row_format if dtype == pool.dtype else ""

@@ -1,4 +1,4 @@
-"""Requests of the graph behind the live ones of the case's own batch."""
+"""Padded requests of the graph, after the live ones of the case's own batch."""
 
 from __future__ import annotations
 

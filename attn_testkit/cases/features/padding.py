@@ -1,18 +1,18 @@
-"""Fillings of the rows between live requests and the bucket; see ``steps/schedule.py``."""
+"""Contents of the rows between live requests and the bucket; see ``steps/schedule.py``."""
 
 from __future__ import annotations
 
 from .feature import Columns, Feature, Without, no_capability, of_fields
 
 PADDINGS = ("prod", "nan", "stale", "small")
-"""``prod``: what servers fill in. ``small``: small live requests. ``stale``: what was there before."""
+"""``prod``: values that servers fill in. ``small``: small live requests. ``stale``: values of an earlier step."""
 
 PADDING = Feature(
     name="padding",
     order=310,
     fields=("padding",),
     words=Without("It is written in the word of the bucket."),
-    describe=Without("The phrase of the bucket says it where there is any padding."),
+    describe=Without("The phrase of the bucket names it if there is padding."),
     values=Columns(
         lambda declared, mode, tier: {"padding": list(PADDINGS)},
         lambda declared, row, so_far: {"padding": row["padding"] if row["slack"] else "prod"},
@@ -23,6 +23,6 @@ PADDING = Feature(
         "padding": draws.one_of(PADDINGS) if so_far["bucket"] > len(so_far["prefixes"]) else "prod"
     },
     varies="step",
-    apply=Without("steps/variety.py gives each step one, and runner_modes/ fill the rows."),
-    **no_capability("Every backend takes every padding; the dialect has what padded requests are."),
+    apply=Without("steps/variety.py gives each step a padding, and runner_modes/ fill the rows."),
+    **no_capability("Every backend has to accept every padding; the dialect defines padded requests."),
 )

@@ -14,7 +14,7 @@ from .rows import keys_of
 
 
 def lens_beyond_a_page(page: int) -> tuple[int, ...]:
-    """Prefixes of two requests: more than a page and than a tile of 16 keys, and a few."""
+    """Prefixes of two requests: one longer than a page and than a tile of 16 keys, and one of a few keys."""
     return (max(page, 16) + 5, 3)
 
 
@@ -71,5 +71,5 @@ PAGE_SIZE = Feature(
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {"page_size": draws.one_of(sorted(declared.page_sizes))},
     varies="instance",
-    apply=Without("steps/schedule.py lays requests out in pages, and the harness makes the pool of them."),
+    apply=Without("steps/schedule.py lays requests out in pages, and the harness makes a pool with such pages."),
 )

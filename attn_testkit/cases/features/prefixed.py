@@ -1,4 +1,4 @@
-"""Draft-decode: no request of any step is without a prefix."""
+"""Draft-decode: every request of every step has a prefix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 
 def _wrong(case: Fields) -> str:
     return (
-        f"prefixed, with keys {case.prefixes}: each request needs one key or more"
+        f"prefixed, with keys {case.prefixes}: each request needs at least one key"
         if case.with_prefix and 0 in case.prefixes
         else ""
     )
@@ -61,11 +61,11 @@ PREFIXED = Feature(
         ),
     ),
     fit=_behind_prefixes,
-    values=Without("The nearest declared case has it, and no other."),
-    covered=Without("A backend that declares the wider value takes every case of the narrower one."),
+    values=Without("Only the nearest declared case has this value."),
+    covered=Without("A backend that declares the wider value supports every case of the narrower one."),
     simpler=of_rows_part("with_prefix", value=lambda case: "yes" if case.with_prefix else "no"),
     undeclared=Without("A constructor does not see the lengths of requests."),
-    random=Without("The nearest declared case has it, and no other."),
+    random=Without("Only the nearest declared case has this value."),
     varies="instance",
     apply=(OnSteps(_plans),),
 )

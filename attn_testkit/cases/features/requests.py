@@ -15,7 +15,7 @@ def _keep(case: Fields, which: Sequence[int]) -> Changes:
 
 
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
-    """One request of a kind only; one of each kind; a half; all but one of a kind."""
+    """Fewer requests to try: only one request; one request of each kind; half of them; all except one of a kind."""
     entries = list(zip(case.prefixes, case.new or case.prefixes, strict=True))
     kinds = [entries.index(kind) for kind in dict.fromkeys(entries)]
     everyone, half = range(case.bs), case.bs // 2
@@ -39,7 +39,7 @@ REQUESTS = Feature(
     wrong=_wrong,
     words=Without("The words of keys and rows have an entry for each request."),
     describe=Without("The phrases of keys and rows list the requests."),
-    values=Without("The pattern of the prefixes says how many requests there are."),
+    values=Without("The pattern of the prefixes determines the number of requests."),
     simpler=Simpler(
         value=lambda case: str(case.bs),
         of=lambda case: case.bs,
@@ -47,7 +47,7 @@ REQUESTS = Feature(
         size=lambda case, minimal: (case.bs,),
         steps=_fewer,
     ),
-    random=Without("Random prefixes say how many requests there are."),
+    random=Without("Random prefixes determine the number of requests."),
     varies="step",
     apply=Without("cases/plans.py makes the batches of all steps from the case's own."),
     **no_capability("No capability bounds the size of a batch."),

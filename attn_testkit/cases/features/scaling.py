@@ -1,4 +1,4 @@
-"""The scaling of the logits: 1/sqrt(head_dim) in all layers, or another in each."""
+"""The scaling of the logits: 1/sqrt(head_dim) in all layers, or a different factor in each."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ SCALING = Feature(
         ),
     ),
     fit=lambda declared, case: {"usual_scaling": not declared.any_scaling and case.heads.layout.usual_scaling},
-    values=Without("The nearest declared case has it, and no other."),
-    covered=Without("All cases of a backend have the same."),
+    values=Without("Only the nearest declared case has this value."),
+    covered=Without("All cases of a backend have the same scaling."),
     simpler=of_flag("usual_scaling"),
     undeclared=(_other_scaling,),
-    random=Without("The nearest declared case has it, and no other."),
+    random=Without("Only the nearest declared case has this value."),
     varies="layer",
     apply=(OnLayers(_scalings),),
 )

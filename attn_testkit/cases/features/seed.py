@@ -23,6 +23,6 @@ SEED = Feature(
     simpler=of_number("seed"),
     random=lambda draws, declared, so_far: {"seed": draws.number(0, 99)},
     varies="instance",
-    apply=Without("It is a word of the id, of which everything random is a hash."),
+    apply=Without("It is a word of the id, and everything random is a hash of the id."),
     **no_capability("A backend does not know it."),
 )

@@ -1,4 +1,4 @@
-"""Selected keys of sparse attention: how many a row attends, and how they are given."""
+"""Selected keys of sparse attention: how many keys a row attends to, and in which form the backend gets them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .feature import Asked, Bound, Columns, Covered, Draws, Feature, OnLayers, R
 from .outside import with_layers
 
 _LONGER = 5
-"""A case that tries a top-k has about so many keys for each that a row selects: with fewer keys all are selected, and a
-backend that ignores the selection is right."""
+"""About number of keys for each selected key in a case that tries a top-k. With fewer keys all are selected, and a
+backend that ignores the selection passes."""
 _WIDE, _MORE = 512, 64
 """Smallest top-k for which one request has only a few keys more than its rows select, and how many: 2,112 for 2,048."""
 
@@ -59,7 +59,7 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
 
 
 def _of_keys(sparse: Sparse, topk: int, prefixes: Sequence[int]) -> int:
-    """The largest width up to ``topk`` that leaves keys out; the smallest if none does."""
+    """The largest width up to ``topk`` that leaves keys out; the smallest width if none leaves any out."""
     most = max(prefixes)
     return max((size for size in sparse.topk if size <= topk and size * sparse.block < most), default=min(sparse.topk))
 
@@ -133,8 +133,8 @@ SELECTION = Feature(
             "selected keys",
             lambda case: case.selection is not None,
             excludes={
-                "KV splits of fewer keys": "a selection is one of all keys of a request",
-                "KV groups": "an index is a place in one request table",
+                "KV splits of fewer keys": "a selection is made among all keys of a request",
+                "KV groups": "an index is a position in one request table",
                 "loop": "the model of a loop has no indexer",
                 "branching trees": "servers with an indexer verify chains",
             },

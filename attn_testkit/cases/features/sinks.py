@@ -1,4 +1,4 @@
-"""Attention sinks: one more logit for each query head, which takes weight and gives no value."""
+"""Attention sinks: one more logit for each query head, which gets weight but has no value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _sinks(case: Fields) -> Sequence[Changes]:
 
 
 def sinking(case: Fields) -> list[bool]:
-    """Layer by layer: true if it has sinks in a case that has them."""
+    """Flags of the layers: True for a layer with sinks, in a case with sinks."""
     if not case.sinks or not case.layers.varied:
         return [True] * case.layers.count
     return [turn in SINKING for turn in case.layers.turns_from(case.derived("richest-layer"))]

@@ -18,7 +18,7 @@ SLOT_ORDER = Feature(
     explained=(
         Entry(
             "slot order",
-            "In which order the tokens of a request lie in the slots of the KV pool, such as `shuffled`.",
+            "The order of a request's tokens in the slots of the KV pool, such as `shuffled`.",
             also=("layout",),
         ),
         Entry("contiguous", "The pages of a request follow each other in the KV pool."),
@@ -32,6 +32,6 @@ SLOT_ORDER = Feature(
     simpler=of_fields("layout"),
     random=lambda draws, declared, so_far: {"layout": draws.one_of(LAYOUTS)},
     varies="step",
-    apply=Without("steps/schedule.py gives requests their pages, and steps/variety.py each step another order."),
-    **no_capability("Every backend takes every order of slots."),
+    apply=Without("steps/schedule.py gives requests their pages, and steps/variety.py gives each step another order."),
+    **no_capability("Every backend has to support every order of slots."),
 )

@@ -24,7 +24,7 @@ _SETS = {
 }  # fmt: skip
 """Field of ``StateShape`` -> field of ``State`` that lists its values."""
 _ORDER = {"dtype": STATE_DTYPES, "padding": PADDED_STATES, "fresh": FRESH, "order": ORDERS, "rollback": ROLLBACKS}
-"""Values with the usual one first."""
+"""Order of values, the usual one first."""
 
 
 def _sorted(declared: State, name: str) -> list[Any]:
@@ -42,16 +42,16 @@ def _words(case: Fields) -> str:
 
 _CONVENTIONS = {
     "null": "padded requests have index 0 and are skipped",
-    "slot0": "padded requests have index 0 and are written",
+    "slot0": "padded requests have index 0 and are stored",
     "zeroed": "the server clears slots of fresh requests",
     "copied": "requests continue states that the server has copied",
     "source": "requests continue states of other slots",
     "kv": "states are [Hv, K, V]",
     "slots": "a slot for each node of a draft",
-    "strided": "slots lie apart",
+    "strided": "there are gaps between slots",
     "bigpool": "a pool of more than 2^31 elements",
 }
-"""Word of ``StateShape`` behind its sizes -> the same for a reader."""
+"""Word of ``StateShape`` after its sizes -> its meaning."""
 
 
 def _phrase(case: Fields) -> str:
@@ -94,9 +94,8 @@ def _tree_declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verifies: bool) -> StateShape:
-    """The declared shape that is nearest to ``shape``.
-
-    ``kind``: of the layers; Lightning has no convolution. ``verifies``: whether it is a target-verify.
+    """The declared shape that is nearest to ``shape``. ``kind``: kind of the layers; Lightning has no convolution.
+    ``verifies``: True for target-verify.
     """
     found = {name: _sorted(declared, name)[0] for name in _SETS}
     for name in _SETS if shape else ():
@@ -232,7 +231,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
 def _wrong(case: Fields) -> str:
     if case.heads.layout.has_state != (case.state is not None):
         return f"heads {case.heads} and {case.state or 'no state'}: layers of {case.heads.family} " + (
-            "keep a state; write its widths, such as k64w4s32" if case.state is None else "keep none"
+            "keep a state; add its widths, such as k64w4s32" if case.state is None else "keep none"
         )
     if case.state and isinstance(case.rows, Extend) and (0, 0) in zip(case.prefixes, case.rows.new, strict=True):
         return "a request without rows and without tokens before the step has no state to keep"
@@ -249,7 +248,7 @@ STATE = Feature(
             lambda case: case.state is not None,
             excludes={
                 "rows of a draft model": "layers of a draft model are attention layers, and keep no state",
-                "layer options": "windows, soft caps, sinks and selections are those of keys",
+                "layer options": "windows, soft caps, sinks and selections apply to keys",
                 "FP8 pool": "a layer that keeps a state has no KV pool",
                 "KV splits": "a layer that keeps a state has no keys to split",
                 "KV groups": "a layer that keeps a state has no KV pool",
@@ -260,7 +259,7 @@ STATE = Feature(
             "rollback of states by slots",
             lambda case: case.by_slots,
             excludes={
-                "no draft to verify": "only rejected nodes are taken back",
+                "no draft to verify": "only rejected nodes are rolled back",
                 "branching trees": "with a slot for each node a draft is a chain",
                 "snapshots of states": "a request has a slot for each node already",
             },
@@ -270,7 +269,7 @@ STATE = Feature(
             "states of a prefix cache",
             lambda case: case.state is not None and bool(case.state.continues),
             excludes={
-                "drafts to verify": "a request that verifies has a state of its own",
+                "drafts to verify": "a request in target-verify has its own state",
                 "chunks": "the second chunk of a prompt continues the request's own state",
                 "loop": "a loop continues the states of its own requests",
                 "multi-mode instance": "only one mode of the instance would continue them",

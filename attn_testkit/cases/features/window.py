@@ -15,12 +15,13 @@ from .outside import with_layers
 from .rows import keys_of
 
 _WINDOWS = (0, 4, 11, 46, 4000)
-"""46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it."""
+"""46: W + 1 keys end just below a multiple of 16, and W + the rows of a request end after it."""
 _MOST_RANDOM = 80
 
 
 def branches(tree: object) -> bool:
-    """True for rows in a tree that branches: backends that declare ``Windows.in_trees`` take a window with it."""
+    """True for rows in a tree that branches: only backends that declare ``Windows.in_trees`` combine such a tree with a
+    window."""
     return getattr(tree, "topk", 1) > 1
 
 
@@ -34,7 +35,7 @@ def _phrase(case: Fields) -> str:
     if case.window < 0:
         return ""
     if case.layer_windows == "same" or case.layers.count == 1:
-        return f"{case.window} keys back, in all layers"
+        return f"the last {case.window} keys before a row, in all layers"
     if case.layers.varied:
         return f"{', '.join(str(w) if w >= 0 else 'none' for w in _varied(case))} keys back, layer by layer"
     turns = case.layers.turns
@@ -129,8 +130,8 @@ def _layers(case: Fields) -> Sequence[Changes]:
 
 
 def windows_of(case: Fields) -> list[int]:
-    """The window of each layer, -1 for none. Layers alternate where options do not vary: either may be the one with the
-    case's window, and sometimes the other has a wider one.
+    """The window of each layer, -1 for none. If options do not vary, layers alternate: either kind may have the case's
+    window, and sometimes the other kind has a wider one.
     """
     windows = [case.window, case.window]
     if case.window >= 0 and case.layer_windows != "same" and case.layers.varied:

@@ -31,8 +31,8 @@ Without an OLD it is that of NEW's verdict.""",
 def compare(old: str, new: tuple[str, ...], good: bool, as_json: bool) -> int:
     """Show what changed between two results files: newly failing, newly passing, vanished, margins that shrank.
 
-    OLD may be a folder of results files. Then the newest finished one before NEW is taken, of the same tier and the
-    same kind of device, real or emulated. NEW may be all shards of a run.
+    OLD may be a folder of results files. Then NEW is compared with the newest finished run before it, of the same tier
+    and the same kind of device, real or emulated. NEW may be all shards of a run.
     """
     from ...reports.compare import compare_reports, comparison_text, ending_of
     from ...reports.history import last_night

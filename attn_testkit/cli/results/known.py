@@ -33,7 +33,8 @@ Examples:
 def known(files: tuple[str, ...], issue: str, until: str, quarantine: str | None) -> int:
     """Print entries for a file of known failures, which `run --known-failures` reads, from results files.
 
-    The files are all shards of a run, or one whole run. An entry covers what failed there, and nothing that passed.
+    The files are all shards of a run, or one whole run. An entry covers case-runs that failed in these files, and none
+    that passed.
     """
     try:
         last = datetime.date.fromisoformat(until)
@@ -58,6 +59,9 @@ def known(files: tuple[str, ...], issue: str, until: str, quarantine: str | None
         click.echo("the run did not finish: what it did not run has no entry", err=True)
     if report.header.selection.shard:
         only = report.header.selection.shard
-        click.echo(f"only shard {only} was read: an entry may cover what passed in another; give all shards", err=True)
+        click.echo(
+            f"only shard {only} was read: an entry may cover a case-run that passed in another shard; give all shards",
+            err=True,
+        )
     click.echo(f"entries: {entries.count}", err=True)
     return 0

@@ -26,7 +26,7 @@ def merge(files: tuple[str, ...], json_file: str | None, missing: bool) -> int:
     """Merge the results files of all shards of a run (run --shard K/N --json FILE) into one verdict.
 
     All shards must have the same version of the kit, tier, seed, backends, device, package versions and plan, and each
-    must be there once.
+    must be given once.
     """
     merged = merge_reports([(name, read_report(name)) for name in files], missing=missing)
     echo_header(merged.header)

@@ -34,7 +34,7 @@ def report(
 ) -> int:
     """Print what a run printed at its end, or write its results as a page or as Markdown.
 
-    The shards of a run are merged. Several runs, such as those of two architectures, get a summary each.
+    The shards of a run are merged. For several runs, such as those of two architectures, a summary is printed for each.
     Earlier nights count if they have the same tier and ran on the same kind of device, real or emulated.
     """
     from ...reports.history import read_history
@@ -53,7 +53,7 @@ def report(
             )
         return 0
     if html_file and len(runs) > 1:
-        raise UsageError(f"the files are of {len(runs)} runs, and a page is of one: give those of one run")
+        raise UsageError(f"the files are from {len(runs)} runs, but a page shows one: give the files of one run")
     for loaded in runs:
         nights = read_history(history, loaded) if history else None
         last = previous or (nights.last if nights else None)

@@ -1,4 +1,4 @@
-"""ALiBi: attention is computed again without the bias, or with that of other heads or layers, and compared."""
+"""ALiBi: attention is computed again without the bias, or with the bias of other heads or layers, and compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _of_all_heads(layer: AttentionLayer, slopes: torch.Tensor) -> torch.Tensor:
 
 @assumption(_has_bias)
 def other_bias(e: Evidence) -> Iterator[Supposed]:
-    """No bias, or one of another head, rank, scale or layer."""
+    """Suppose no bias, or the bias of another head, rank, scale or layer."""
     layers = make_layers(e.schedule.case)
     own = [each.alibi_slopes for each in layers if each.alibi_slopes is not None]
     if len(own) != len(layers):

@@ -1,4 +1,5 @@
-"""The wrong rows are right for other KV tokens than their own: attention is computed again with what a mistake sees."""
+"""The wrong rows are right for the wrong KV tokens: attention is computed again with the tokens that a mistake would
+read."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def _from_positions(e: Evidence) -> bool:
 
 
 def _first_keys(e: Evidence) -> bool:
-    """True if a row attended to KV tokens 0..i, i its index among the new rows, even if it equals another row."""
+    """True if a row attended to KV tokens 0..i, where i is its index among the new rows, even if it equals another
+    row."""
     a = e.attended
     first = a is not None and not a.right and not a.elsewhere and a.used == set(range(a.row + 1))
     return first and e.can_be_asked and not e.branches and variant_of(e.schedule.case).causal
@@ -40,7 +42,7 @@ def _with_windows(e: Evidence) -> bool:
 
 
 def without_windows(e: Evidence) -> Supposed:
-    """Answer if every row sees what it would without a window."""
+    """Answer if every row sees all keys that it would see without a window."""
     data = e.expected.data
     return Supposed(data=replace(data, query_positions=data.key_positions[:, :1].clone()))
 
@@ -84,7 +86,8 @@ def _seen_by(e: Evidence, rows: torch.Tensor) -> StepData:
 
 @assumption(_rows_in_order)
 def rows_counted_by_heads(e: Evidence) -> Iterator[Supposed]:
-    """Row i of a request sees what row i // G should, G the query heads of a KV head: a bound of packed rows."""
+    """Row i of a request sees what row i // G should, where G is the number of query heads per KV head: a bound of
+    packed rows."""
     groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
     group = groups.pop() if len(groups) == 1 else 1
     if not 1 < group < max(r.new for r in e.step.requests):
@@ -99,7 +102,7 @@ def rows_counted_by_heads(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(_rows_in_order)
 def rows_of_a_later_tile(e: Evidence) -> Iterator[Supposed]:
-    """Row i of a request sees what row i % n should: a tile of n rows counts from its own first one."""
+    """Row i of a request sees what row i % n should: a tile of n rows counts rows from its own first row."""
     most = max((request.new for request in e.step.requests), default=1)
     if e.step.data in SAME_RESULTS:
         return
@@ -172,7 +175,7 @@ def positions_of_another_request(e: Evidence) -> Iterator[Supposed]:
 
 
 def _from_start(e: Evidence, start: Sequence[int]) -> StepData:
-    """Data in which each request's rows have positions from ``start`` on, and see what is before them."""
+    """Data in which each request's rows have positions from ``start`` on, and see the tokens before them."""
     data = e.expected.data
     positions = torch.tensor(start)[:, None] + torch.arange(data.query_positions.shape[1])
     own = torch.arange(data.visible.shape[-1]) < torch.tensor(e.lens)[:, None, None]
@@ -182,7 +185,7 @@ def _from_start(e: Evidence, start: Sequence[int]) -> StepData:
 
 @assumption(lambda e: _other_keys(e) and _with_windows(e), silences=("window_of_another_layer",))
 def window_on_new_rows_alone(e: Evidence) -> Iterator[Supposed]:
-    """Rows are right where windows narrow the KV tokens of this step, and not those of the prefix."""
+    """Rows are right if windows narrow only the KV tokens of this step, and not KV tokens of the prefix."""
     data = e.expected.data
     near = int(data.query_positions.max())
     prefixes = torch.tensor([request.prefix for request in e.step.requests])[:, None]
@@ -251,4 +254,4 @@ def lengths_of_others(e: Evidence) -> str:
 _MOST_LENGTHS = 24
 """Number of lengths that are tried."""
 _FEW = 2
-"""Least number of wrong requests that do not have the length of another one by chance."""
+"""Fewest wrong requests that prove the length of another request."""

@@ -1,4 +1,4 @@
-"""The right KV tokens and a wrong number: attention is computed again with one usual mistake in it, and compared.
+"""The KV tokens are right and a value is wrong: attention is computed again with one usual mistake, and compared.
 
 A mistake is named if every element of the wrong rows is within the limits of an answer with that mistake. It is very
 unlikely that another answer is as near in every element.
@@ -31,7 +31,7 @@ def _finite_numbers_wrong(e: Evidence) -> bool:
 
 
 def _some_zeros(e: Evidence) -> bool:
-    """True if some wrong row is all zeros: nothing computed it, and within wide limits 0 fits many answers."""
+    """True if some wrong row is all zeros: nothing computed it, and with wide limits 0 fits many answers."""
     comparison = e.comparison
     return bool((comparison.out == 0).flatten(2).all(-1)[comparison.wrong.flatten(2).any(-1)].any())
 
@@ -43,13 +43,14 @@ def new_rows(e: Evidence) -> Iterator[Supposed]:
     if schedule.case.kv_dtype == "same" or e.step.stored:
         return
     text = (
-        f"new rows are attended as given, not as the FP8 pool stores them: declare new_rows_as_given={{{mode!r}}}. The "
+        f"new rows are attended to as given, not as the FP8 pool stores them: declare new_rows_as_given={{{mode!r}}}. "
+        "The "
         "result is right for new rows as given"
     )
     if schedule.new_rows_as_given:
         text = (
-            f"new_rows_as_given declares {mode}, and new rows are attended as the pool stores them: the result is "
-            "right for new rows as the pool stores them"
+            f"new_rows_as_given declares {mode}, but new rows are attended to as the pool stores them: the result is "
+            "right for new rows with the rounding of the pool"
         )
     yield Supposed(text, as_given=not schedule.new_rows_as_given, every_row=True)
 
@@ -108,7 +109,7 @@ def other_scaling(e: Evidence) -> Iterator[Supposed]:
 
 
 def right_keys_and_a_wrong_number(e: Evidence) -> bool:
-    """True if the right KV tokens were attended to, as far as is known, and a row has a wrong number."""
+    """True if the right KV tokens were attended to, as far as is known, and a row has a wrong value."""
     attended, case = e.attended, e.schedule.case
     if e.misrouted or case.head_maps or max(e.lens, default=0) > LONGEST or not _finite_numbers_wrong(e):
         return False
@@ -142,7 +143,7 @@ def _as_one_layer(e: Evidence, what: str, field: str) -> Iterator[Supposed]:
 
 @assumption(right_keys_and_a_wrong_number)
 def other_soft_cap(e: Evidence) -> Iterator[Supposed]:
-    """No soft cap, one at another place, or another layer's."""
+    """Suppose no soft cap, a soft cap at another place, or another layer's."""
     if not e.schedule.case.logit_cap:
         return
     yield Supposed(
@@ -170,10 +171,10 @@ def _sinks(e: Evidence) -> bool:
 
 @assumption(_sinks)
 def other_sinks(e: Evidence) -> Iterator[Supposed]:
-    """No sinks, scaled ones, or those of other heads or layers."""
+    """Suppose no sinks, scaled sinks, or sinks of other heads or layers."""
 
     def of_padded_groups(layer: AttentionLayer, sinks: torch.Tensor) -> torch.Tensor:
-        """Sinks [Hq] that heads find if groups are padded to a power of two; after the end, the last one."""
+        """Sinks [Hq] that heads read if groups are padded to a power of two; after the end, the last one."""
         head, group = torch.arange(len(sinks)), layer.q_per_kv
         padded = 1 << (group - 1).bit_length()
         return sinks[(head // group * padded + head % group).clamp(max=len(sinks) - 1)]
@@ -213,7 +214,7 @@ def other_sinks(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(right_keys_and_a_wrong_number)
 def other_scale(e: Evidence) -> Iterator[Supposed]:
-    """Logits are scaled twice, never, or by another number than the head dim."""
+    """Suppose that logits are scaled twice, never, or by a number other than the head dim."""
     layer = make_layers(e.schedule.case)[0]
     padded = 1 << (layer.head_dim - 1).bit_length()
     counts = {
@@ -243,7 +244,7 @@ def other_scale(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(lambda e: right_keys_and_a_wrong_number(e) and bool((e.expected.data.kv_scales != 1).any()))
 def other_scales_of_fp8(e: Evidence) -> Iterator[Supposed]:
-    """An FP8 pool without a scale, with the other one, or with scales that reach one of two calls."""
+    """Suppose an FP8 pool without a scale, with the scale of the other plane, or with scales in one of two calls."""
     data = with_own_values(e.expected.data)
     (keys, values), one = data.kv_scales, torch.ones_like(data.kv_scales[0])
     for text, scales in (

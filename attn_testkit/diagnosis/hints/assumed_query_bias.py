@@ -35,7 +35,7 @@ def _of_the_first_request(data: StepData, bias: torch.Tensor) -> torch.Tensor:
 
 @assumption(_has_bias, silences=("uneven_offsets", "length_threshold"))
 def other_query_bias(e: Evidence) -> Iterator[Supposed]:
-    """No bias, or one that is scaled, in another base, transposed or of other rows."""
+    """Suppose no bias, or a bias that is scaled, in another base, transposed or of other rows."""
     data, bias = e.expected.data, e.expected.data.qq_bias
     assert bias is not None
 
@@ -88,7 +88,7 @@ def capped_query_bias(e: Evidence) -> Iterator[Supposed]:
     silences=("computed_nan",),
 )
 def query_bias_without_stride(e: Evidence) -> str:
-    """All rows have the results, or NaN, of a bias whose rows follow each other without the columns between them."""
+    """All rows have the results of a bias that is read without the columns between its rows, or NaN."""
     data, case = e.expected.data, e.schedule.case
     if e.in_graph or case.head_maps or max(e.lens, default=0) > LONGEST or not len(data.positions):
         return ""
@@ -103,7 +103,8 @@ def query_bias_without_stride(e: Evidence) -> str:
 
 
 def _without_stride(data: StepData, width: int) -> torch.Tensor:
-    """[1, T, C] float32: what lies where row i of the bias would begin at i * ``width``; NaN between two rows."""
+    """[1, T, C] float32: the values at offset i * ``width``, where row i of such a bias would begin; NaN between two
+    rows."""
     bias = data.qq_bias
     assert bias is not None
     _, rows, columns = bias.shape

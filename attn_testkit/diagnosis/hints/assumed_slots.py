@@ -1,4 +1,4 @@
-"""The right KV tokens and a wrong number: heads, layers or dims are taken from another place."""
+"""The KV tokens are right and a value is wrong: heads, layers or dims are read from the wrong place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .evidence import SAME_RESULTS, SMALL_ERROR, Evidence, Supposed, with_own_va
 from .hint import assumption
 
 _MOST_HEADS = 16
-"""Most heads that are compared with each other: each takes a run of the oracle."""
+"""Most heads that are compared with each other: each needs a run of the oracle."""
 
 
 @assumption(right_keys_and_a_wrong_number)
@@ -70,7 +70,7 @@ def _with_kv_heads(e: Evidence, kv_head: torch.Tensor) -> StepData:
 
 @assumption(right_keys_and_a_wrong_number)
 def other_layers_kv(e: Evidence) -> Iterator[Supposed]:
-    """Keys, values or both are one layer's in all layers."""
+    """All layers use the keys, the values or both of one layer."""
     data = with_own_values(e.expected.data)
     for index, layer in enumerate(make_layers(e.schedule.case)):
         one = slice(index, index + 1)
@@ -89,7 +89,7 @@ def other_layers_kv(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(right_keys_and_a_wrong_number)
 def other_dims(e: Evidence) -> Iterator[Supposed]:
-    """Logits without some dims of q and k: a tile of them, or all from one on, in all rows and in another step."""
+    """Logits lack some dims of q and k: a tile, or all dims from one on, in all rows and in another step."""
     dim = e.expected.data.q.shape[-1]
     tile = next(size for size in (16, 32, 64) if dim <= 8 * size or size == 64)
     starts = range(0, dim, tile)

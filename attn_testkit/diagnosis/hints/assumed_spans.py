@@ -24,7 +24,7 @@ def _has_spans(e: Evidence) -> bool:
 
 
 def _with_ranges(e: Evidence, ranges: Ranges) -> StepData:
-    """Data in which requests have these spans; positions may lie outside of the request."""
+    """Data in which requests have these spans; positions may be outside of the request."""
     data = e.expected.data
     at, key = data.query_positions[:, :, None], data.key_positions[:, None]
     visible = key <= at
@@ -51,7 +51,7 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 
 @assumption(_has_spans, silences=(Level.PLACE, "window_of_another_layer"))
 def other_spans(e: Evidence) -> Iterator[Supposed]:
-    """No spans, or those of another request, with another end, of another place, joined, or only the first."""
+    """Suppose no spans, the spans of another request, with another end or place, joined, or only the first."""
     own = [list(request.spans) for request in e.step.requests]
     prefixes = [request.prefix for request in e.step.requests]
 
@@ -108,7 +108,8 @@ _TILES = (1, 16, 32, 64, 128)
 
 
 def _ended_by_tiles(e: Evidence) -> Iterator[Supposed]:
-    """The loop over keys ends where it would for causal rows: behind the last row of a tile, or the end of its page."""
+    """The loop over keys ends where it would for causal rows: after the last row of a tile, or at the end of its
+    page."""
     data, page = e.expected.data, e.schedule.case.page_size
     row, news = torch.arange(data.query_positions.shape[1]), torch.tensor([each.new for each in e.step.requests])
     of_batch = news.cumsum(0) - news
@@ -131,7 +132,7 @@ def _ended_by_tiles(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(_has_spans, silences=(Level.PLACE, "window_of_another_layer"))
 def other_rows_of_spans(e: Evidence) -> Iterator[Supposed]:
-    """Spans in layers that have none, with another window, for rows outside, or with a causal term of their own."""
+    """Suppose spans in layers without any, with another window, for rows outside, or with their own causal term."""
     data, layers = e.expected.data, make_layers(e.schedule.case)
     in_spans = data.visible & (data.key_positions[:, None] > data.query_positions[:, :, None])
     if not all(layer.bidirectional_spans for layer in layers):
@@ -183,7 +184,7 @@ def other_rows_of_spans(e: Evidence) -> Iterator[Supposed]:
 
 
 def _window(data: StepData, window: int) -> torch.Tensor:
-    """[B, T, S] bool: keys that do not lie before the window."""
+    """[B, T, S] bool: keys that are not before the window."""
     distance = data.query_positions[:, :, None] - data.key_positions[:, None]
     return distance <= window if window >= 0 else torch.ones_like(distance, dtype=torch.bool)
 

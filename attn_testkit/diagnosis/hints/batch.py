@@ -14,7 +14,7 @@ from .hint import Level, hint
 
 @hint(Level.SHOWN, silences=("nothing_computed",))
 def kept_from_before(e: Evidence) -> str:
-    """The step before has something in common with the wrong one, or was smaller."""
+    """The step before has equal lengths, or was smaller."""
     before = e.before
     if before is None or not before.requests or not e.wrong:
         return ""
@@ -49,7 +49,7 @@ def only_empty_splits(e: Evidence) -> str:
             continue
         if e.wrong == [request for request in requests if empty[request]]:
             return (
-                "a KV split without tokens is attended anyway, or has weight in the merge: only requests "
+                "a KV split without tokens is attended to anyway, or gets weight in the merge: only requests "
                 f"without a KV token in {part} are wrong"
             )
         if e.wrong == [request for request in requests[1:] if empty[request - 1] and not empty[request]]:
@@ -85,7 +85,7 @@ def last_request_not_written(e: Evidence) -> str:
 
 @hint(Level.PATTERN)
 def only_empty_prefixes(e: Evidence) -> str:
-    """Exactly the requests of a draft without a prefix are wrong, which servers do not have."""
+    """Exactly the requests without a prefix are wrong, in a draft; servers have no such requests."""
     if e.schedule.case.draft is None or not e.wrong:
         return ""
     empty = [i for i, request in enumerate(e.step.requests) if request.prefix == 0]
@@ -115,7 +115,7 @@ def length_threshold(e: Evidence) -> str:
     whose = "of the captured batch" if e.of_capture else "that does not follow the batch"
     return (
         f"the graph probably still uses a maximum length, a grid or a number of splits {whose}: "
-        f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong"
+        f"requests of up to {max(right)} KV tokens are right, but requests of {min(wrong)} or more are wrong"
     )
 
 
@@ -155,5 +155,5 @@ def later_by_number(e: Evidence) -> str:
         return ""
     return (
         f"offsets, schedules or flags are probably computed per warp or block of requests: requests from {first} on "
-        "are wrong, all before are right"
+        "are wrong, all requests before are right"
     )

@@ -1,4 +1,4 @@
-"""Features that a bug needs: the same case is right without one of them, and wrong with it, whatever its numbers."""
+"""Features that a bug needs: the same case is right without one of them, and wrong with it, whatever its values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .numbers import DATA_SUSPECTS, RESCALING
 from .values import rows_before_the_last, with_a_window_alone
 
 _NOT_SMALL = 5.0
-"""Error, in limits, up to which rounding may be the reason, so that other numbers may be right."""
+"""Error, in limits, up to which rounding may be the reason, so that other values may be right."""
 
 
 @hint(Level.CAUSE)
@@ -28,8 +28,8 @@ def beyond_32_bits(e: Evidence) -> str:
     if pages * e.schedule.case.page_size >> 24:
         narrow += ", or a slot in 24 bits or in float32"
     return (
-        "an address overflows 32 bits, since a slot or a page times a stride takes 64 (.to(tl.int64), "
-        f"int64_t){narrow}: right if the KV pool is small, and wrong if it has elements beyond 2^31"
+        "an address overflows 32 bits, since a slot or a page times a stride needs 64 (.to(tl.int64), "
+        f"int64_t){narrow}: the case passes with a small KV pool and fails if the pool has elements beyond 2^31"
     )
 
 
@@ -40,7 +40,8 @@ def across_4_gib(e: Evidence) -> str:
         return ""
     return (
         "an address of the pool is computed with 32 bits (an offset added to its lower word, a sign that is extended, "
-        "a bound of lower words): right if the pool lies anywhere, and wrong across a multiple of 4 GiB"
+        "a bound of lower words): the step is right with the pool elsewhere, and wrong if the pool crosses a multiple "
+        "of 4 GiB"
     )
 
 
@@ -52,19 +53,19 @@ def right_with_other_layers(e: Evidence) -> str:
     layers = e.schedule.case.layers
     if layers.shapes and e.changed.right_without("shapes"):
         return (
-            "a workspace, buffer, stride, plan, group or scale of another layer is used: right if all layers have the "
-            "same heads, and wrong if they differ"
+            "a workspace, buffer, stride, plan, group or scale of another layer is used: the case passes if all "
+            "layers have the same heads, and fails if they differ"
         )
     if layers.groups and e.changed.right_without("groups"):
         return (
-            "page tables, slots or the pool are not those of the layer's own KV group: right if all layers share one "
-            f"KV group, and wrong with two{_groups_alone(e)}"
+            "page tables, slots or the pool are not those of the layer's own KV group: the case passes if all layers "
+            f"share one KV group, and fails with two{_groups_alone(e)}"
         )
     widths = with_a_window_alone(e)
     if widths and (e.reads_foreign or (e.attended and e.attended.elsewhere)) and e.changed.right_without("window"):
         return (
-            "the table, slots or range of layers with a sliding window is wrong: right without a sliding window; "
-            f"with one, only the layers that have it ({widths}) are wrong"
+            "the table, slots or range of layers with a sliding window is wrong: the case passes without a sliding "
+            f"window; with one, only the layers that have it ({widths}) are wrong"
         )
     return ""
 
@@ -86,7 +87,7 @@ def right_without(e: Evidence) -> str:
 
 
 def _asked(e: Evidence) -> ChangedCases | None:
-    """Other cases, if a number is clearly wrong: with the right KV tokens, or without some of the last ones."""
+    """Other cases, if a value is clearly wrong: with the right KV tokens, or without some of the last ones."""
     if e.changed is None or e.in_graph or e.misrouted or not e.comparison.all_finite or e.comparison.worst is None:
         return None
     if _right_keys(e):
@@ -109,13 +110,13 @@ def _cut_off(e: Evidence) -> bool:
 
 def _of_data(e: Evidence) -> str:
     data = e.step.data
-    text = f"right with other numbers in q, k and v, and wrong with those of this case ({data})"
+    text = f"the case passes with other values in q, k and v, and fails with those of {data} data"
     return f"{text}: look at {', '.join(DATA_SUSPECTS[data])}" if data in DATA_SUSPECTS else text
 
 
 def _of_far(e: Evidence) -> str:
     return (
-        "right with a max_context_len that fits the requests, and wrong with one of "
+        "the case passes with a max_context_len that fits the requests, and fails with one of "
         f"{variant_of(e.schedule.case).context_len:,}: look at sizes and splits that depend on max_context_len, such "
         f"as "
         "more splits than are merged"
@@ -126,14 +127,16 @@ def _of_counts(e: Evidence) -> str:
     case = e.schedule.case
     counts = ", ".join(str(request.new) for request in e.step.requests)
     return (
-        "rows or lengths are computed as if all requests had as many rows as the largest: right if every request has "
-        f"{most_rows(case)} new rows, and wrong with {counts}"
+        "rows or lengths are computed as if all requests had as many rows as the largest: the case passes if every "
+        "request has "
+        f"{most_rows(case)} new rows, and fails with {counts}"
     )
 
 
 def _of_sinks(e: Evidence) -> str:
     text = (
-        "right without sinks (layer.sinks), and wrong with them: look at how a sink joins the denominator, and which "
+        "the case passes without sinks (layer.sinks), and fails with them: look at how a sink joins the denominator, "
+        "and which "
         "maximum it uses"
     )
     if not rows_before_the_last(e):
@@ -144,20 +147,22 @@ def _of_sinks(e: Evidence) -> str:
 _WITHOUT = {
     "cap": lambda e: (
         "the soft cap probably comes after the mask, where minus infinity becomes -logit_cap and masked KV tokens "
-        "have weight: right without the soft cap (layer.logit_cap), and wrong with it"
+        "have weight: the case passes without the soft cap (layer.logit_cap), and fails with it"
     ),
     "sinks": _of_sinks,
     "fp8": lambda e: (
-        "right with a KV pool of the model's dtype, and wrong with this one of FP8: look at k_scale and v_scale, and "
+        "the case passes with a KV pool of the model's dtype, and fails with this FP8 pool: look at k_scale and "
+        "v_scale, and "
         "at roundings to FP8"
     ),
     "window": lambda e: (
-        "right without a sliding window, and wrong with one: look at results of tiles and splits before the window"
+        "the case passes without a sliding window, and fails with one: look at results of tiles and splits before the "
+        "window"
     ),
     "data": _of_data,
     "layers": lambda e: (
-        "state that each layer needs for itself is kept for only two layers, or alternates: right with two layers, "
-        f"and wrong with {e.schedule.case.layers.count}"
+        "state that each layer needs for itself is kept for only two layers, or alternates: the case passes with two "
+        f"layers, and fails with {e.schedule.case.layers.count}"
     ),
     "far": _of_far,
     "counts": _of_counts,
@@ -173,8 +178,8 @@ def right_with_fewer_requests(e: Evidence) -> str:
         return ""
     bs = e.schedule.case.bs
     return (
-        f"the kernel choice and the plan probably change at different numbers of requests: right with {bs - 1} "
-        f"requests, and wrong with {bs}, although the last one is like others"
+        "the kernel choice and the plan probably change at different numbers of requests: the case passes with "
+        f"{bs - 1} requests, and fails with {bs}, although the last request is like others"
     )
 
 
@@ -185,10 +190,11 @@ def later_tiles(e: Evidence) -> str:
     if asked is None:
         return ""
     most = asked.right_up_to
-    known = f"right if requests are cut to {most} KV tokens, and wrong from {most + 1} on"
+    known = f"the case passes if requests are cut to {most} KV tokens, and fails from {most + 1} on"
     if not most and _right_keys(e) and (most := asked.right_up_to_without_sinks):
         return (
-            f"without sinks right if requests are cut to {most} KV tokens, and wrong from {most + 1} on; with sinks "
+            f"without sinks the case passes if requests are cut to {most} KV tokens, and fails from {most + 1} on; "
+            "with sinks "
             "always wrong: look at the log-sum-exps of splits or tiles of keys, which are used to merge them and "
             "sinks"
         )

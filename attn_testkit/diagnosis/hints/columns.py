@@ -17,6 +17,6 @@ def columns_moved(e: Evidence) -> str:
     named = ", ".join(f"column {column} holds what column {of} should" for column, of in moved[:2])
     more = f" and so on, {len(moved)} of {len(source)}" if len(moved) > 2 else ""
     return (
-        f"columns of a head's output lie in the wrong places: {named}{more}. The right KV tokens are attended to: look "
+        f"columns of a head's output are in the wrong places: {named}{more}. The right KV tokens are attended to: look "
         "at how a tile of V is loaded and how the output is stored (order of fragments, swizzle, strides)"
     )

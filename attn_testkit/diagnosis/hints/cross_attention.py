@@ -1,4 +1,4 @@
-"""Lengths, columns and masks that layers of an encoder-decoder model have of each other."""
+"""Lengths, columns and masks that layers of an encoder-decoder model wrongly use of each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _keys_seen(e: Evidence) -> int | None:
         return None
     used, total = attended.used, attended.total
     if used == attended.wanted and used and total and not attended.normalised:
-        # Each key has the same weight, and the rest of it went to slots behind the encoder's.
+        # Each key has the same weight, and the rest of it went to slots after the encoder's.
         return round(len(used) / total)
     fewer = used < attended.wanted and not attended.elsewhere
     return len(used) if fewer and used == frozenset(range(len(used))) else None
@@ -35,18 +35,18 @@ def _keys_seen(e: Evidence) -> int | None:
 
 @hint(Level.CAUSE, when=lambda e: _only(e, crosses=True))
 def other_encoder_lens(e: Evidence) -> str:
-    """A row of a cross-attention layer sees as many keys as another length says."""
+    """A row of a cross-attention layer sees as many keys as another length."""
     seen, attended = _keys_seen(e), e.attended
     if seen is None or attended is None:
         return ""
     requests, index = e.step.requests, attended.request
     own = requests[index]
-    counted = f"request {index} attends to {seen} encoder keys, and has {own.encoder_len}"
+    counted = f"request {index} attends to {seen} encoder keys, but has {own.encoder_len}"
     if seen == own.decoder_prefix + own.new:
-        return f"cross-attention layers use seq_lens instead of encoder_lens: {counted} and as many tokens as that"
+        return f"cross-attention layers use seq_lens instead of encoder_lens: {counted}, and it has {seen} tokens"
     if e.in_graph and seen == e.schedule.max_encoder_len:
         return (
-            f"a replay probably has the encoder_lens of its capture, {seen} in each request, instead of its batch's: "
+            f"a replay probably uses the encoder_lens of its capture, {seen} in each request, instead of its batch's: "
             f"{counted}"
         )
     others = [other for other, each in enumerate(requests) if each.encoder_len == seen]
@@ -58,7 +58,8 @@ def other_encoder_lens(e: Evidence) -> str:
 
 @hint(Level.CAUSE, when=lambda e: _only(e, crosses=False))
 def other_encoder_columns(e: Evidence) -> str:
-    """A row of another layer sees the columns of the request table from another one than its encoder's last on."""
+    """A row of another layer reads the request table from the wrong column, not from the one after its encoder's
+    keys."""
     attended = e.attended
     if attended is None or attended.not_asked or e.schedule.case.layers.groups:
         return ""

@@ -23,7 +23,7 @@ SMALLEST_TILE = 16
 SMALL_ERROR = 5.0
 """Error, in limits, up to which one extra rounding may be the reason."""
 LONGEST = 8192
-"""Most KV tokens of a request for which mistakes are tried: each takes a run of the oracle."""
+"""Most KV tokens of a request for which mistakes are tried: each needs a run of the oracle."""
 SAME_RESULTS = ("mean", "negative", "plus_minus_one", "one_hot")
 """Patterns of data in which heads of a group, rows, or many KV tokens may have equal results."""
 
@@ -37,7 +37,7 @@ class Supposed:
     data: StepData | None = None
     layers: Sequence[AttentionLayer] = ()
     as_given: bool | None = None
-    """True if new rows are attended as given, not as the pool stores them."""
+    """True if new rows are attended to as given, not as the pool stores them."""
     products: str = ""
     """Value of ``matmul_dtype``."""
     q_scale: str = ""
@@ -202,9 +202,8 @@ _UNEXPLAINED = 0.25
 
 
 def with_own_values(data: StepData) -> StepData:
-    """``data``, whose values are stored numbers of their own where a row holds keys and values in one.
-
-    A kernel reads such a row twice, and may read or scale it in two ways.
+    """``data`` with separate values even if a row holds key and value at once. A kernel reads such a row twice, and may
+    read or scale it in two ways.
     """
     if data.stored_values is not None or data.row_format is not None:
         return data

@@ -1,4 +1,4 @@
-"""Rows of one forward of a draft that have the lengths of another."""
+"""Rows of one forward of a draft with the lengths of another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .hint import Level, hint
 
 @hint(Level.SHOWN, silences=("elsewhere", "read_twice", "masked_too_late"))
 def lengths_of_the_last_forward(e: Evidence) -> str:
-    """All forwards but the last are wrong, and the weight of slots behind a row is that of the tokens of later ones."""
+    """All forwards but the last are wrong, and slots after a row have the weight of the tokens of later forwards."""
     attended, draft = e.attended, e.schedule.case.draft
     if draft is None or attended is None or attended.used != attended.wanted or attended.doubled or attended.heads:
         return ""
@@ -23,7 +23,8 @@ def lengths_of_the_last_forward(e: Evidence) -> str:
     if abs(sum(attended.elsewhere.values()) - later / (seen + later)) >= 0.5 / (seen + later):
         return ""
     return (
-        f"all forwards of a draft probably have the lengths of the last: the rows of the last one are right, and a row "
+        "all forwards of a draft probably use the lengths of the last one: the rows of the last one are right, and a "
+        "row "
         f"{later} forward{'s' if later > 1 else ''} before it gives weight to {later} slot{'s' if later > 1 else ''} "
         "that later forwards fill"
     )

@@ -1,4 +1,5 @@
-"""Some heads of a row, or some values of a head, are wrong: nothing computed them, or they hold what others should."""
+"""Some heads of a row, or some values of a head, are wrong: they were not computed, or they hold the results of
+others."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def columns_not_written(e: Evidence) -> str:
 
 
 def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.Tensor) -> int:
-    """Number of values by which the written ones are shifted, if they are all that the others should be; else 0."""
+    """Number of values by which the written ones are shifted, if each holds the value of another; else 0."""
     if len(lost) != len(written):
         return 0
     out, want, limit = (
@@ -101,7 +102,7 @@ def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.
 
 @hint(Level.PATTERN)
 def part_of_a_head(e: Evidence) -> str:
-    """NaN or Inf next to numbers in one row of one head: no key or value that is read does that."""
+    """NaN or Inf next to numbers in one row of one head, which no key or value can cause."""
     bad = ~e.comparison.finite
     # An overflow gives Inf and NaN, depending on the signs of the values.
     large = e.step.data in ("peaked", "negative", "rising_logits")
@@ -115,7 +116,7 @@ def part_of_a_head(e: Evidence) -> str:
 
 @hint(Level.PATTERN, silences=("elsewhere",))
 def some_heads(e: Evidence) -> str:
-    """Lengths and pages are a row's; heads of one row differ by how heads are packed."""
+    """Only some heads of a row are wrong: heads share lengths and pages, but not how they are packed."""
     heads = list(e.attended.heads) if e.attended else []
     if not heads:
         return ""
@@ -142,7 +143,7 @@ def some_heads(e: Evidence) -> str:
 
 
 _ALL_OF_IT = 0.9
-"""Part of the weight from which on it is all of it."""
+"""Fraction of the weight that counts as all of it."""
 
 
 def _lacks_a_part(e: Evidence) -> bool:
@@ -183,7 +184,7 @@ def some_dims(e: Evidence) -> str:
 
 
 def _dims_they_hold(e: Evidence, first: int, end: int) -> str:
-    """Name the dims whose values the wrong dims hold, if those of equally many others do."""
+    """Name the dims whose values the wrong dims hold, if the values of equally many other dims are found."""
     want, limit, count = e.expected.attention, e.expected.attention_limit, end - first
     wrong = e.comparison.wrong.any(-1)
     held = e.comparison.out[..., first:end].double()[wrong]

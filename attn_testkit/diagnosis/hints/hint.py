@@ -18,9 +18,9 @@ class Level(IntEnum):
     CAUSE = 0
     """Cause of everything else that is wrong."""
     SHOWN = 1
-    """Numbers of another place, or an experiment that was right: nothing is left to guess."""
+    """Results of another place, or an experiment that was right: nothing is left to guess."""
     ANSWER = 2
-    """Numbers that the oracle gives with one mistake in it (``assumption``). One such mistake is enough."""
+    """Results of the oracle with one mistake in it (``assumption``). One such mistake is enough."""
     PATTERN = 3
     """Property that the wrong rows, heads or values share."""
     PLACE = 4
@@ -47,9 +47,10 @@ class Hint:
     level: Level
     when: Callable[[Evidence], bool]
     silences: tuple[str | Level, ...]
-    """Names or levels of hints that would guess at what this one knows, in addition to ``_SILENCED``."""
+    """Names or levels of hints that would only guess at the cause that this hint names, in addition to
+    ``_SILENCED``."""
     family: str = "softmax"
-    """Name of the family of layers whose failures it is about."""
+    """Name of the family of layers to whose failures the hint applies."""
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ def assumption(
 
 
 def in_order(hints: Iterable[Hint]) -> tuple[Hint, ...]:
-    """Sort by level and place; a hint comes before those that it silences by name.
+    """Sort by level and place; a hint comes before the hints that it silences by name.
 
     Raises ``ValueError`` if a name in ``silences`` is unknown, or if hints silence each other.
     """

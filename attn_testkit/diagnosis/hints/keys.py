@@ -1,4 +1,4 @@
-"""Patterns of the KV tokens that a wrong row attended to: too few, too many, or those of others."""
+"""Patterns of the KV tokens that a wrong row attended to: too few, too many, or KV tokens of other requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def stored_elsewhere(e: Evidence) -> str:
 
 
 def _not_read(attended: AttendedKeys) -> bool:
-    """True if KV tokens are missing without which the weights sum to 1: for slots without contents they would not."""
+    """True if KV tokens are missing and the weights of the others sum to 1; slots that were read without contents would
+    lower the sum."""
     missing = attended.wanted - attended.used
     if not missing or attended.total is None or not attended.normalised:
         return False
@@ -92,7 +93,7 @@ def window_of_another_layer(e: Evidence) -> str:
 
 @hint(Level.SHOWN)
 def beyond_a_slot(e: Evidence) -> str:
-    """KV tokens are missing depending on their place in the pool, and not on their order."""
+    """The missing KV tokens depend on their place in the pool, not on their order."""
     attended = e.attended
     if attended is None or e.misrouted or attended.heads or attended.used - attended.wanted:
         return ""
@@ -147,7 +148,7 @@ def weighs_a_little(e: Evidence) -> str:
 
 @hint(Level.PLACE)
 def pool_layout(e: Evidence) -> str:
-    """The keys are wrong, and the pool has not the default layout."""
+    """The keys are wrong, and the layout of the pool is not the default."""
     layout, attended = e.schedule.case.kv_layout, e.attended
     if layout == "nhd" or attended is None or attended.right or e.in_graph or e.misrouted:
         return ""
@@ -197,16 +198,16 @@ def _ids_taken_for_slots(e: Evidence, attended: AttendedKeys) -> str:
     size = e.schedule.case.page_size
     if attended.used & attended.wanted or int(e.step.requests[attended.request].slots.max()) // size >= size:
         return ""
-    return f"a wrong page or slot, as of a page id that is not multiplied by page_size ({size}), "
+    return f"a wrong page or slot, such as a page id that is not multiplied by page_size ({size}), "
 
 
 _ALL_OF_IT = 0.9
-"""Part of the weight from which on it is all of it."""
+"""Fraction of the weight that counts as all of it."""
 
 
 @hint(Level.PLACE, silences=("beyond_a_slot",))
 def read_twice(e: Evidence) -> str:
-    """The number of KV tokens that count twice is that of the missing ones."""
+    """KV tokens count twice, and the same number are missing."""
     attended = e.attended
     if attended is None or not attended.doubled or len(attended.doubled) != len(attended.wanted - attended.used):
         return ""
@@ -308,7 +309,7 @@ def _twice(e: Evidence, attended: AttendedKeys) -> str:
             "log-sum-exps, and at how they are merged"
         )
     if request.draft is None and min(attended.doubled) < request.prefix:
-        scales = ", or FP8 scales that their split lacks" if case.kv_dtype != "same" else ""
+        scales = ", or FP8 scales that are missing in their split" if case.kv_dtype != "same" else ""
         return (
             "KV tokens of the prefix are counted more than once: probably splits or tiles that overlap, or whose "
             f"lanes past the end are not masked{scales}"

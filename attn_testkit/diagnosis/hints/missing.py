@@ -58,7 +58,8 @@ def _in_a_tree(m: _Missing) -> str | None:
         )
     if m.keys[0] >= prefix and m.request.new > 1:
         return (
-            "draft nodes that should be visible are not: probably the tree mask is stale, at another offset, or cut off"
+            "draft nodes that should be visible are masked: probably the tree mask is stale, at another offset, or "
+            "cut off"
         )
     return None
 
@@ -82,7 +83,7 @@ def _none_is_read(m: _Missing) -> str | None:
         return None
     return (
         "all KV tokens are missing, none is read: probably a length of zero or below, an early exit, a row that "
-        "nothing computes, a window that lies outside the request, or KV that is not read"
+        "nothing computes, a window outside the request, or KV that is not read"
     )
 
 
@@ -133,7 +134,7 @@ def _shared_prefix(m: _Missing) -> str | None:
     if not shared or m.keys != sorted(key for key in m.attended.wanted if key < shared):
         return None
     return (
-        f"the {shared} KV tokens that it shares with other requests are missing, and its own are read: probably the "
+        f"the {shared} KV tokens that the request shares with others are missing, but its own are read: probably the "
         "plan for a shared prefix (a cascade), or the merge of the two"
     )
 
@@ -175,7 +176,7 @@ def _end_of_the_prefix(m: _Missing) -> str | None:
         return None
     twice = ", as many as it has new rows: probably a length omits or subtracts them twice"
     return (
-        f"of the prefix the last {_are(count)} missing, and new ones are read{twice if count == m.request.new else ''}"
+        f"of the prefix, the last {_are(count)} missing, but new ones are read{twice if count == m.request.new else ''}"
     )
 
 
@@ -216,7 +217,7 @@ def _cut_off(m: _Missing) -> str | None:
         return f"the KV tokens of the last page are missing{capacity}"
     if _may_be_a_capacity(first, _ROUND):
         return (
-            f"KV tokens from {first} on are missing: probably a fixed capacity of {first}, or of so many tiles or "
+            f"KV tokens from {first} on are missing: probably a fixed capacity of {first}, or of a number of tiles or "
             "splits"
         )
     if SMALLEST_TILE <= first < page and first & (first - 1) == 0:
@@ -234,8 +235,8 @@ def _cut_off(m: _Missing) -> str | None:
     alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]
     if page > 1 and alike and count > page:
         return (
-            f"{text}; {first} is the capacity of request {alike[0]}'s pages: probably its length or its part of a "
-            "schedule"
+            f"{text}. The pages of request {alike[0]} have room for {first} KV tokens, so its length or its part of a "
+            "schedule is probably used"
         )
     return text
 

@@ -22,7 +22,7 @@ DATA_SUSPECTS = {
     ],
     "peaked": ["overflow or saturation of large logits"],
     "large_and_small_values": [
-        "sums kept in 16 bits, which lose small terms next to a large one (values of this case)"
+        "sums kept in 16 bits, which lose small terms next to a large one (as in the values of this case)"
     ],
     "saturated": ["a store in FP8 that does not saturate at its largest number (values of this case are beyond it)"],
     "large_queries": ["the range of q: queries that are clamped, or rounded to FP8 (those of this case are large)"],
@@ -84,7 +84,8 @@ def right_keys(e: Evidence) -> str:
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype must declare" if free else ""
         size = f"errors of both signs in all heads that are small next to the values, up to {few:.3g} times the limit"
         return (
-            f"the right KV tokens, and {size if noise else f'an error of only {few:.2g} times the limit'}: probably "
+            f"the KV tokens are right, with {size if noise else f'an error of only {few:.2g} times the limit'}: "
+            "probably "
             "precision, such as q, logits, weights, an accumulator or partial sums rounded to the model's dtype, or to "
             f"fewer bits{fp8}"
         )
@@ -107,7 +108,10 @@ def right_keys(e: Evidence) -> str:
             f"{unknown} of {attended.length} KV tokens were not examined, and may be missing (a length in 16 bits, a "
             f"fixed capacity); if none is, look at {', '.join(dict.fromkeys(suspects))}"
         )
-    return f"the right KV tokens, wrong softmax weights or values: look at {', '.join(dict.fromkeys(suspects))}"
+    return (
+        "the KV tokens are right, but softmax weights or values are wrong: look at "
+        f"{', '.join(dict.fromkeys(suspects))}"
+    )
 
 
 def is_noise(e: Evidence) -> bool:
@@ -197,7 +201,7 @@ def _rescaling(e: Evidence) -> str:
     lowest = min((keys[row] for row in wrong), default=0)
     if not right or lowest <= max(right) or lowest <= SMALLEST_TILE:
         return ""
-    known = f"rows of up to {max(right)} KV tokens are right, of {lowest} and more wrong"
+    known = f"rows of up to {max(right)} KV tokens are right, but rows of {lowest} or more are wrong"
     return f"{RESCALING} or splits are merged ({known})"
 
 
@@ -208,7 +212,7 @@ _NAN_SUSPECTS = {
         "a finite value used as minus infinity",
     ],
 }
-"""Suspects of a NaN, if they differ from those of a number."""
+"""Suspects of a NaN, if they differ from suspects of a wrong number."""
 
 
 @hint(Level.REMARK)

@@ -6,7 +6,7 @@ from .evidence import Evidence
 from .hint import Level, hint
 
 _LEAST = 4
-"""Shortest period: of fewer KV tokens, a pattern may be the numbers'."""
+"""Shortest period that is reported; a shorter pattern may be a coincidence."""
 
 
 @hint(Level.PATTERN, silences=(Level.GUESS, "read_twice"))

@@ -1,4 +1,4 @@
-"""Queries that a backend rounds to FP8 with another scale than it declares."""
+"""Queries that a backend rounds to FP8 with a different scale than it declares."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _scaled_and_wrong(e: Evidence) -> bool:
 # A product without some dims is near as well, if the scale that is lost makes logits small.
 @assumption(_scaled_and_wrong, silences=("rows_of_others", "other_scaling", "other_scale", "other_dims"))
 def lost_query_scale(e: Evidence) -> Iterator[Supposed]:
-    """The step is right for logits that lack the scale of their queries, have it twice, or have another token's."""
+    """The step is right for logits without the scale of their queries, with it applied twice, or with another
+    token's."""
     data, own = e.expected.data, e.schedule.q_scale
     q = data.q.float()
     scales = _scales(q, own).expand_as(q)
@@ -74,7 +75,7 @@ def lost_query_scale(e: Evidence) -> Iterator[Supposed]:
 
 @hint(Level.CAUSE, when=lambda e: e.schedule.q_scale != "none")
 def queries_of_zeros(e: Evidence) -> str:
-    """All that is wrong is NaN, in rows and heads whose queries are zeros; there are others."""
+    """All wrong values are NaN, in rows and heads whose queries are zeros; other rows exist."""
     wrong, zeros = e.comparison.wrong.any(-1), ~e.expected.data.q.any(-1)
     is_nan = (e.comparison.out.isnan() & ~e.comparison.unwritten).any(-1)
     if not wrong.any() or zeros.all() or not bool((zeros & is_nan)[wrong].all()):

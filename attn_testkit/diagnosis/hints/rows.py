@@ -13,7 +13,7 @@ from .hint import Level, hint
 
 @hint(Level.SHOWN)
 def rows_of_others(e: Evidence) -> str:
-    """Wrong rows hold results of others: the numbers are right, but in the wrong place."""
+    """Wrong rows hold results of others: the values are right, but in the wrong place."""
     if not e.misrouted:
         return ""
     text = ", ".join(row.text for row in e.misrouted[:2]) + (" and so on" if len(e.misrouted) > 2 else "")
@@ -37,11 +37,11 @@ def rows_of_others(e: Evidence) -> str:
 
 
 _PAIRS = (16, 32, 64, 128)
-"""Pairs of token and query head that a tile of rows has in kernels that put the heads of a KV head side by side."""
+"""Numbers of (token, query head) pairs in a tile of rows, in kernels that pack the query heads of a KV head."""
 
 
 def _in_tiles(e: Evidence) -> str:
-    """The cause, if each misrouted row is that of the request to which offsets in whole tiles of rows lead."""
+    """The cause, if each misrouted row belongs to the request that offsets in whole tiles of rows give."""
     counts = {request.new for request in e.step.requests}
     groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
     told = [row for row in e.misrouted if not row.copied]
@@ -60,11 +60,11 @@ def _in_tiles(e: Evidence) -> str:
 
 
 _TELLING_ROWS = 3
-"""Least number of rows with another's result that tells offsets from a single mistaken row."""
+"""Fewest rows with the result of another that prove wrong offsets instead of a single wrong row."""
 
 
 def _as_packed(e: Evidence) -> bool:
-    """True if each wrong row has another request's result: that which offsets by accepted counts give the row."""
+    """True if each wrong row has the result of the request that offsets by accepted counts give."""
     requests = e.step.requests
     starts = list(accumulate((request.new for request in requests), initial=0))
     ends = list(accumulate(request.accepted for request in requests))
@@ -108,7 +108,7 @@ def _swap_cause(e: Evidence) -> str:
 
 
 def _times_its_row(e: Evidence) -> int:
-    """The factor by which the index of each swapped row exceeds that of the row whose result it holds; else 0."""
+    """Factor between the index of each swapped row and the index of the row whose result it holds; 0 if it varies."""
     starts = list(accumulate((request.new for request in e.step.requests), initial=0))
     pairs = [(starts[m.request] + m.row, starts[m.of_request] + (m.of_row or 0)) for m in e.misrouted]
     times = {row / of_row if of_row else 0.0 for row, of_row in pairs}
@@ -163,7 +163,8 @@ def _uneven_in_eager(e: Evidence) -> str:
     if counted_as_widest(e) == stride:
         return (
             f"the causal bound, or the number of new rows, is that of {stride} rows for every request: "
-            f"{_accepted_counts(e)}, and only requests with fewer are wrong, whose offset is right either way"
+            f"{_accepted_counts(e)}, and only requests with fewer new tokens are wrong; their offset is right in both "
+            "cases"
         )
     return (
         f"query offsets have a uniform stride of {stride}, but must be the running sum of the counts, since rows are "
@@ -172,8 +173,8 @@ def _uneven_in_eager(e: Evidence) -> str:
 
 
 def counted_as_widest(e: Evidence) -> int:
-    """Rows of the widest request, if the wrong requests have fewer and all before them as many, so that a uniform
-    stride gives them the right offset; else 0."""
+    """Rows of the widest request, if the wrong requests have fewer rows and all requests before them have that many, so
+    that a uniform stride gives the right offset; else 0."""
     counts = [request.new for request in e.step.requests]
     place, most = places_of(counts), max(counts, default=0)
     wrong = sorted({place[row][0] for row in e.rows})
@@ -192,7 +193,7 @@ def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:
 
 
 def _place_under(stride: int, e: Evidence, attended: AttendedKeys) -> tuple[int, int]:
-    """The request, and the row inside it, that a uniform stride takes a row for."""
+    """The request, and the row inside it, to which a uniform stride assigns a row."""
     return divmod(sum(r.new for r in e.step.requests[: attended.request]) + attended.row, stride)
 
 
@@ -224,7 +225,7 @@ def row_tile(e: Evidence) -> str:
     packed = f", or of {start * group} rows with the {group} heads of a KV head packed" if group > 1 else ""
     return (
         f"the second tile of rows is wrong (tiles of {start}{packed}): rows from {start} on are wrong, those before "
-        "are right"
+        "them are right"
     )
 
 

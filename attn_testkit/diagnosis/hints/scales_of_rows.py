@@ -1,4 +1,4 @@
-"""Rows of a KV pool whose scales a backend reads in another way than they were stored."""
+"""Rows of a KV pool whose scales a backend reads differently from how they were stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .hint import Level, assumption
 
 
 def _wrong_over_packed_rows(e: Evidence) -> bool:
-    """True if numbers over packed rows are wrong, whatever keys seem to be attended: a scale changes marks, too."""
+    """True if results over packed rows are wrong, whatever keys seem to be attended to: a scale changes the marks,
+    too."""
     wrong = e.comparison.all_finite and not e.comparison.right and not e.counts_alone
     return e.expected.data.row_format is not None and wrong and max(e.lens, default=0) <= LONGEST
 

@@ -85,18 +85,18 @@ def other_index_space(e: Evidence) -> str:
         return ""
     if e.schedule.case.kv_layout != "nhd":
         return (
-            "no selected KV token is read, and other slots are: probably a slot is addressed by its number times the "
+            "no selected KV token is read, but other slots are: probably a slot is addressed by its number times the "
             f"width of a row, and not by the strides of the pool (KV layout {e.schedule.case.kv_layout})"
         )
     return (
-        "no selected KV token is read, and other slots are. Indices of this case are positions in the request: "
-        "probably they are taken for slots of the pool, and not looked up in the request table"
+        "no selected KV token is read, but other slots are. Indices of this case are positions in the request: "
+        "probably they are used as slots of the pool, and not looked up in the request table"
     )
 
 
 @hint(Level.PLACE, when=_other_keys, family="sparse")
 def lost_selected_keys(e: Evidence) -> str:
-    """Selected KV tokens have no weight in a row, and no others have."""
+    """Selected KV tokens have no weight in a row, and no other tokens have any."""
     row = _row(e)
     lost, listed = row.lost, row.listed()
     if not lost or row.extra or row.a.elsewhere or not row.a.used:
@@ -105,7 +105,7 @@ def lost_selected_keys(e: Evidence) -> str:
         new = min(lost) >= row.request.prefix
         return "" if not new else (
             f"a row loses KV tokens {ranges(sorted(lost))}, which are new in this step: probably they are scored "
-            "before they are stored, or a length lacks them"
+            "before they are stored, or a length does not count them"
         )  # fmt: skip
     columns = [column for column, key in enumerate(listed) if key in lost]
     if not columns:
@@ -117,7 +117,7 @@ def lost_selected_keys(e: Evidence) -> str:
     kept = [column for column, key in enumerate(listed) if key in row.a.used]
     seen = row.request.prefix + row.a.row + 1
     if max(kept) < seen <= min(columns):
-        text += f": probably it reads as many entries as it may see keys, which are {seen}, whatever the entries are"
+        text += f": probably it reads {seen} entries, one per key that it may see, whatever the entries are"
     elif max(kept) < min(columns):
         text += f": probably it reads no column after {min(columns) - 1}"
     return text
@@ -133,7 +133,7 @@ def keys_that_were_not_selected(e: Evidence) -> str:
     which = f"a row attends to KV tokens {ranges(sorted(extra))}, which it did not select"
     if lost:
         reason = (
-            f"numbers of blocks are multiplied by another number than the {block} keys of a block"
+            f"block numbers are multiplied by a number other than the {block} keys of a block"
             if block > 1
             else "indices of another row, layer or step, or of another index space"
         )

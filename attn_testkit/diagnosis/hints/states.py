@@ -1,4 +1,4 @@
-"""Layers with a state: the first wrong row of a prompt and its chunk, and decays with which the result is right."""
+"""Layers with a state: the first wrong row of a prompt, its chunk, and the decays for which the result is right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _chunk(e: Evidence) -> int:
 
 
 def _slips(e: Evidence) -> Iterator[tuple[str, int, ChunkSlip]]:
-    """Mistakes that agree with the first wrong rows, the number of rows of a chunk, and what slipped."""
+    """Mistakes that agree with the first wrong rows, the number of rows of a chunk, and the state that is wrong."""
     if rows := _chunk(e):
         begins = f"the state at the end of a chunk of {rows} rows"
         for slip, what in HANDED_ON.items():
@@ -83,7 +83,7 @@ _UNEXPLAINED = 0.1
 
 @hint(Level.PATTERN, when=_in_prompts, family="recurrent")
 def first_wrong_row(e: Evidence) -> str:
-    """Rows of each request are right up to one, and wrong from there on."""
+    """Rows of each request are right up to some row, and wrong after it."""
     first, counts = _first_rows(e), [request.new for request in e.step.requests]
     if rows := _chunk(e):
         return (
@@ -114,7 +114,7 @@ def decays_that_are_right(e: Evidence) -> str:
     right = {data for data, answer in found.items() if answer}
     wrong = {data for data, answer in found.items() if answer is False}
     reading = _reading(right, wrong)
-    return reading and f"right with data of {_named(right)}, wrong with {_named(wrong)}: {reading}"
+    return reading and f"the case passes with data of {_named(right)}, and fails with {_named(wrong)}: {reading}"
 
 
 _ONE = frozenset({"no_decay", "unit_keys"})

@@ -31,7 +31,7 @@ def rows_of_other_layers(e: Evidence) -> str:
     if not found:
         return ""
     more = " and so on" if len(found) > 1 else ""
-    return f"outputs of layers lie in the same memory or overlap: {found[0]}{more}"
+    return f"outputs of layers share memory or overlap: {found[0]}{more}"
 
 
 _MOST_ROWS = 12
@@ -75,7 +75,7 @@ def one_row_each(e: Evidence) -> str:
 
 @hint(Level.PATTERN, silences=("key_range",))
 def nothing_computed(e: Evidence) -> str:
-    """Wrong rows are all zeros, which no attention over the values of a case gives."""
+    """Wrong rows are all zeros, which attention over the values of a case never gives."""
     wrong = e.comparison.wrong.flatten(2).any(-1)
     zero = (e.comparison.out == 0).flatten(2).all(-1)
     if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e) or _computed_with_nan(e):
@@ -88,7 +88,7 @@ def nothing_computed(e: Evidence) -> str:
     if e.step.data == "negative" and e.changed is not None and e.changed.right_without("data"):
         return (
             "a finite value is probably used as minus infinity, above all logits of this case (near -6e4): the wrong "
-            "rows are all zeros, as if they saw no KV token, and right with other numbers in q, k and v"
+            "rows are all zeros, as if they saw no KV token, and right with other values in q, k and v"
         )
     if len(wrong) > 1 and wrong[1:].any(1).all() and not wrong[0].any():
         return (
@@ -144,7 +144,7 @@ def nothing_computed(e: Evidence) -> str:
 
 
 def _or_nan(e: Evidence) -> str:
-    """The other reason for zeros everywhere, unless a probe showed that no slot of another owner is read."""
+    """The second possible reason for zeros everywhere, unless a probe showed that no slot of another owner is read."""
     if e.attended is not None and not e.attended.elsewhere:
         return ""
     return (
@@ -154,7 +154,7 @@ def _or_nan(e: Evidence) -> str:
 
 
 def _computed_with_nan(e: Evidence) -> bool:
-    """True if a row gives weight to slots that hold NaN: then its zeros do not show that nothing was computed."""
+    """True if a row gives weight to slots that hold NaN: its zeros then do not prove that nothing was computed."""
     return e.attended is not None and not {"others"}.issuperset(e.attended.elsewhere) and e.before is None
 
 
@@ -172,7 +172,8 @@ def nan_became_zero(e: Evidence) -> str:
 
 
 def with_a_window_alone(e: Evidence) -> str:
-    """The windows of the wrong layers, if these are all that have one and some have none; else empty."""
+    """The windows of the wrong layers, if exactly the layers with a window are wrong and others have none; else
+    empty."""
     windows = [layer.sliding_window_size for layer in make_layers(e.schedule.case)]
     if all(e.wrong_layers) or e.wrong_layers != [window >= 0 for window in windows]:
         return ""

@@ -1,4 +1,5 @@
-"""The layers of a hybrid case, and the numbers of a step: those of two cases, one of each kind of layers."""
+"""The layers of a hybrid case, and the data of a step. They consist of the layers and data of two cases, one for each
+kind of layers."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _T = TypeVar("_T")
 
 
 def in_turn(states: Sequence[_T], softmax: Sequence[_T]) -> list[_T]:
-    """Things of all layers: the first layer keeps a state, the second is a softmax layer, and so on."""
+    """Items for all layers, in turn: the first layer keeps a state, the second is a softmax layer, and so on."""
     found = [each for pair in zip(states, softmax, strict=False) for each in pair]
     return [*found, *states[len(softmax) :]]
 
@@ -57,7 +58,7 @@ def schedules(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 
 def schedule_of_states(schedule: Schedule) -> Schedule:
-    """The schedule that the numbers and slots of states are drawn from: of a hybrid case that of its states."""
+    """The schedule from which data and slots of states are drawn: in a hybrid case, the schedule of its states."""
     return schedules(schedule)[0] if schedule.case.layers.hybrid else schedule
 
 
@@ -94,7 +95,7 @@ _Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def rows_in_turn(states: _Rows, softmax: _Rows) -> torch.Tensor:
-    """[L, T, n]: q, k and v of a row one behind the other, of all layers; NaN behind those of a narrower one.
+    """[L, T, n]: q, k and v of a row one after the other, of all layers; NaN after the numbers of a narrower layer.
 
     ``states`` and ``softmax``: q, k and v [l, T, ...] of the layers of each kind.
     """

@@ -1,4 +1,4 @@
-"""Hybrid models as a family: the record in which those of states and of softmax attention come together."""
+"""Hybrid models as a family: the record that combines the families of states and of softmax attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _joined(states: Answer, softmax: Answer) -> Answer:
 
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
-    """Outputs of a step, and how far they may be off."""
+    """Outputs of a step, and their limits."""
     data = cast(HybridStepData, data)
     of_states, of_softmax = schedules(schedule)
     assert data.states is not None

@@ -1,4 +1,4 @@
-"""The memory of a hybrid model: the pool of states, which is compared, and the KV pool next to it."""
+"""The memory of a hybrid model: the pool of states, which is watched, and the KV pool next to it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class HybridWatch(StateWatch):
         return super().moved(found[: self._own])
 
     def keys_written(self, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
-        """KV slots that changed, and what they hold, as ``Watch.written`` has it."""
+        """KV slots that changed, and their contents, as in ``Watch.written``."""
         return self._keys.written(self._due, found[self._own :])
 
 
@@ -128,7 +128,7 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
 
 
 def _noted(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:
-    """States that moved before a commit, and the KV slots that changed with what they hold."""
+    """States that changed before a commit, and the KV slots that changed, with their contents."""
     both = cast(HybridWatch, watch)
     slots, held, shape = both.keys_written(found)
     keys = {

@@ -1,4 +1,4 @@
-"""Texts of hybrid models: the numbers of a token in the layers of each kind, side by side."""
+"""Texts of hybrid models: the values of a token in the layers of each kind, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of kernels that compute prompts in chunks, and what a backend computes that makes one of them."""
+"""Mistakes of kernels that compute prompts in chunks, and the results of a backend with such a mistake."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HANDED_ON: Mapping[ChunkSlip, str] = {
     "no decay": "holds the state before the chunk without any decay",
     "decay twice": "holds the state before the chunk with the decay of the chunk twice",
 }
-"""Mistake in the state at the end of a chunk -> what such a state does, for a text about it."""
+"""Mistake in the state at the end of a chunk -> description of such a state."""
 
 
 @dataclass(frozen=True)
 class ChunkMistake:
     """A mistake in chunks of ``rows`` rows, counted from the first row of each request.
 
-    ``row before``: what a row overwrites lacks the row right before it in its chunk.
+    ``row before``: the values that a row overwrites do not include the row right before it in its chunk.
     """
 
     rows: int
@@ -34,7 +34,7 @@ class ChunkMistake:
 
 
 class ChunkedStates:
-    """Follows the states of prompts from chunk to chunk, for a backend that makes a mistake."""
+    """The states of prompts from chunk to chunk, for a backend that makes a mistake."""
 
     def __init__(self, mistake: ChunkMistake, state: torch.Tensor) -> None:
         self._mistake, self._state, self._stored = mistake, state.clone(), torch.zeros_like(state)
@@ -65,7 +65,7 @@ class ChunkedStates:
         return state + (factor - every.prod(0)) * self._state
 
     def unread(self, who: torch.Tensor) -> torch.Tensor | None:
-        """[L, b, Hv, V, K]: what the row before stored, if a row does not read it; None if it does."""
+        """[L, b, Hv, V, K]: the values that the row before stored, if a row does not read them; None if it does."""
         return self._stored[:, who] if self._mistake.slip == "row before" else None
 
     def note(self, who: torch.Tensor, before: torch.Tensor, after: torch.Tensor, decay: torch.Tensor) -> None:

@@ -1,15 +1,14 @@
-"""The layers of a case with states, and the numbers of a step: activations, states and windows before it.
-
-The states that requests have before a step are drawn, in the pool's dtype, of the size that the
-recurrence keeps. So an answer does not depend on what a backend did before.
+"""The layers of a case with states, and the data of a step: activations, and the states and windows before it. States
+of requests before a step are drawn, in the pool's dtype, with the magnitude that the recurrence keeps. So an answer
+does not depend on earlier steps of a backend.
 
 Patterns differ in the decay of a state by a token: ``mild_decay`` 0.4 to 0.8, ``weak_decay`` 0.998, ``no_decay``
-exactly 1, ``strong_decay`` so that all that was before is forgotten. ``like_keys``: keys point nearly in one direction,
+exactly 1, ``strong_decay`` so that everything before is forgotten. ``like_keys``: keys point nearly in one direction,
 so that each token overwrites what the one before it stored. ``unit_keys``: decay and beta are exactly 1, keys and
 queries are unit vectors, values small integers, and the convolution passes its last input on. The columns of the state
 then *are* values of tokens, to within half a unit at any length. GDN and KDA overwrite a column with each further token
 of its key. There a query is the sum of two unit vectors: the row's own key, and that of the next row. So each value is
-read by its own row and by the last one before it is overwritten, and a lost token shows in an output or in the state.
+read by its own row and by the last row before it is overwritten, and a lost token changes an output or the state.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
 """Largest value of exact data. Sums of a few stay below 256, which bf16 holds exactly."""
 _MOST_SUMMED = 3
-"""Largest value where the values of all tokens with one key are summed."""
+"""Largest value if the values of all tokens with one key are summed."""
 _DECAYS: Mapping[str, tuple[float, float]] = {
     "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), "weak_decay": (0.9975, 0.9985), "no_decay": (1.0, 1.0),
     "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0),
@@ -118,7 +117,7 @@ def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.
 
 @dataclass(frozen=True)
 class End:
-    """A slot that holds a state after a step: that of a request behind some of its rows."""
+    """A slot that holds a state after a step: the state of a request after some of its rows."""
 
     slot: int
     request: int
@@ -151,42 +150,43 @@ class StateStepData(StepData):
     news: tuple[int, ...] = ()
     """Rows of each request."""
     kept: tuple[int, ...] = ()
-    """Rows of each request whose effect stays: all, or in target-verify those of the accepted nodes. In a tree that
-    branches it is the number of the last accepted node, plus 1: of the rows before it only its ancestors count."""
+    """Number of rows of each request whose effect stays: all rows, or in target-verify the rows of accepted nodes. In a
+    tree that branches it is the index of the last accepted node, plus 1; of the rows before that node only its
+    ancestors count."""
     trees: tuple[Tree, ...] = ()
-    """Tree of each request's rows, if it branches; empty where each row follows the one before it."""
+    """Tree of each request's rows, if it branches; empty if each row follows the row before it."""
     lists: _Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     """[B, N] with rollback ``slots``, else [B, 1]: slots of each request; ``slots`` are the first."""
     more_columns: int = 0
-    """Columns of a window in memory that only drafts of the instance have: N - 1 in its other modes with ``slots``."""
+    """Columns of a window in memory that only drafts use: N - 1 in other modes of an instance with ``slots``."""
     taken: tuple[int, ...] = ()
-    """Place in its list, from 1 on, of the slot that holds the state of each request before the step."""
+    """Place, from 1 on, in its request's list of the slot that holds the state before the step."""
     ends: tuple[End, ...] = ()
     """States after the step, those of live requests first."""
     snapshot_rows: tuple[int, ...] = ()
-    """Rows that the copy of each request includes; 0: there is no copy."""
+    """Number of rows that the copy of each request includes; 0: there is no copy."""
     snapshot_slots: tuple[int, ...] = ()
     """Slot of each copy; 0: there is none."""
     before: StateStepData | None = None
     """Data of the step whose states this one continues (``Step.follows``): ``states`` and ``windows`` do not count."""
     before_places: tuple[int, ...] = ()
-    """Place of each request in the batch of that step. -1: it is a fresh one, and continues none."""
+    """Position of each request in the batch of that step. -1: a fresh request, which continues none."""
     before_rows: tuple[int, ...] = ()
-    """Rows of that request whose state each request continues."""
+    """Number of rows of that request after which each request continues."""
     sources: tuple[int, ...] = ()
     """Slot of the prefix cache whose state each request continues (``StateShape.continues``); its own in ``slots`` if
     it continues none."""
     unit_keys: torch.Tensor | None = None
     """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
     stored_each: bool = False
-    """True: the state behind each row is stored, and read again for the next, as decode steps do."""
+    """True: the state after each row is stored and read again for the next row, as in decode steps."""
     asked_keys: torch.Tensor | None = None
     """[L, T, Hk, 2] int64, of exact data: the two channels that each row's query reads, of GDN and KDA."""
     mistake: ChunkMistake | None = None
-    """Mistake of the backend whose answer is asked for; None: the right answer."""
+    """Mistake of the backend whose answer is computed; None: the right answer."""
 
     def path(self, request: int, rows: int) -> Sequence[int]:
-        """Rows of a request that lead to what is behind ``rows`` of them, ascending; the last is row ``rows - 1``."""
+        """Rows of a request that lead to the state after ``rows`` rows, ascending; the last is row ``rows - 1``."""
         if not self.trees or not rows:
             return range(rows)
         found, parents = [rows - 1], self.trees[request].parents
@@ -202,35 +202,37 @@ def slots_listed(case: Fields) -> int:
 
 
 def slots_per_row(case: Fields) -> int:
-    """Slots that a request of a case owns: those that are listed, one for copies if there are any, and in decode one
-    of the prefix cache that it may continue.
+    """Slots that a request of a case owns: the listed slots, one for a copy if there are copies, and in decode one of
+    the prefix cache that the request may continue.
     """
     return slots_listed(case) + (1 if shape_of(case).snapshots else 0) + (1 if _draws_sources(case) else 0)
 
 
 def _draws_sources(case: Fields) -> bool:
-    """True if states of a prefix cache are drawn. In extend a step before leaves them (``steps/cached_prompts.py``)."""
+    """True if states of a prefix cache are drawn. In extend an earlier step stores them
+    (``steps/cached_prompts.py``)."""
     return shape_of(case).continues == "source" and case.mode is ForwardMode.DECODE
 
 
 def _leaders(step: Step) -> tuple[int, ...]:
     """Request whose state of the prefix cache each request of a whole step continues; -1: it continues its own state.
 
-    Every third continues its own, and of the others two each continue one, however long they are: a backend
-    gets slots only.
+    Every third request continues its own state, and the others share one state per two requests, whatever their
+    lengths: a backend only gets slots.
     """
     others = [place for place in range(step.bs) if (place + step.seed) % 3]
     return tuple(others[others.index(place) // 2 * 2] if place in others else -1 for place in range(step.bs))
 
 
 def state_pool_slots(schedule: Schedule) -> int:
-    """Slots that a schedule numbers, slot 0 included. The pool has as many, or it is one of ``StateShape.big``."""
+    """Number of slots in a schedule, slot 0 included. The pool has the same number, or the number of a big pool
+    (``StateShape.big``)."""
     return schedule.pool_rows * slots_per_row(schedule.case) + _SPARE_SLOTS + 1
 
 
 @lru_cache(maxsize=64)
 def state_places(schedule: Schedule) -> _Ints:
-    """[slots] int64: where each slot of a schedule lies in the pool. In a big pool half of them are at its far end."""
+    """[slots] int64: slot of the pool for each slot of a schedule. In a big pool half of them are at its far end."""
     case, slots = schedule.case, np.arange(state_pool_slots(schedule))
     if not shape_of(case).big:
         return slots
@@ -239,16 +241,16 @@ def state_places(schedule: Schedule) -> _Ints:
 
 
 _ELEMENTS = 1 << 31
-"""The first element whose place no product of 32-bit integers reaches, slot by stride (sglang #33665)."""
+"""The first element whose offset, slot times stride, does not fit into 32-bit integers (sglang #33665)."""
 
 
 @lru_cache(maxsize=256)
 def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
     """Slots of each row of the request table, [rows + 1, slots of a row] int32; 0 for row 0.
 
-    The first slot of no live request is its row of the table or its place in the batch. In a big pool a batch has slots
-    at both ends. Rows of no live request name
-    slots of others, as stale entries do. Steps that continue each other have one table.
+    The first slot of a live request is neither its row of the table nor its position in the batch. In a big pool a
+    batch has slots at both ends. Rows that belong to no live request hold slots of others, like stale entries. Steps
+    that continue each other share one table.
     """
     whole = step.part_of[0] if step.part_of else step
     whole = whole.cached_for or whole
@@ -273,11 +275,11 @@ def _at_both_ends(schedule: Schedule, slots: npt.NDArray[np.int32]) -> bool:
 
 
 _SPARE_SLOTS = 2
-"""Slots of no request at all, in every step."""
+"""Number of slots that belong to no request in any step."""
 
 
 def _of_requests(case: Fields, step: Step, pattern: str) -> list[dict[str, torch.Tensor]]:
-    """Numbers of each request of a step. Two that continue one cached state have it, each with its own rows."""
+    """Data of each request of a step. Two requests that continue one cached state share it, each with its own rows."""
     whole, indices = step.part_of or (step, tuple(range(step.bs)))
     seed = whole.seed % 2**32, whole.index
     each = [
@@ -296,7 +298,7 @@ def _of_requests(case: Fields, step: Step, pattern: str) -> list[dict[str, torch
 
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
 def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StateStepData:
-    """Draw a step's numbers. Each request has its own numbers, so that a part of a step has those of the whole."""
+    """Draw a step's numbers. Each request has its own data, so that a part of a step has the data of the whole."""
     case, exact = schedule.case, schedule.case.data == UNIT_KEYS
     whole = step.part_of[0] if step.part_of else step
     each = _of_requests(case, step, pattern or case.data)
@@ -364,7 +366,7 @@ def _continued(
 def _memory_of(
     schedule: Schedule, step: Step, before: StateStepData | None, kept: tuple[int, ...], places: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Slots of a step's requests: where their states are, and what the slots hold afterwards."""
+    """Slots of a step's requests: the slots of their states, and the contents afterwards."""
     case, shape = schedule.case, shape_of(schedule.case)
     table = state_table(schedule, step)[[request.pool_row for request in step.requests]].astype(np.int64)
     by_slots = shape.rollback == "slots"
@@ -425,7 +427,7 @@ def _is_fresh(case: Fields, prefix: int) -> bool:
 
 
 def activations(case: Fields, rows: int, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows ``mixed``, ``a`` and ``b`` [L, rows, n] of the case's data, as ``StateStepData`` has them as q, k and v."""
+    """Rows ``mixed``, ``a`` and ``b`` [L, rows, n] of the case's data, which ``StateStepData`` has as q, k and v."""
     found = _of_request(case, case.data, rows, True, seed)
     return found["mixed"], found["a"], found["b"]
 
@@ -493,7 +495,7 @@ def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Gen
 
 
 def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-    """Numbers of ``unit_keys``. A query is the key of an earlier row, or where values are overwritten a sum of two."""
+    """Data of ``unit_keys``. A query is the key of an earlier row, or, if values are overwritten, a sum of two keys."""
     if not new:
         one = _exact(layer, 1, rng)
         return {name: rows if name in ("state", "window") else rows[:0] for name, rows in one.items()}

@@ -19,16 +19,16 @@ from .texts import data_of_state_tokens, make_state_vocabulary
 
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
-    """Outputs of a step, and how far they may be off."""
+    """Outputs of a step, and their limits."""
     found = recur(cast(StateStepData, data))
     return Answer(out=found.out, limit=found.out_limit)
 
 
 def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
-    """Usual mistakes, and the numbers that such a backend reads."""
+    """Usual mistakes, and the data that such a backend reads."""
     zeros = torch.zeros_like
     if data.trees:
-        yield "a node continues the node before it, not its parent: the tree is taken for a chain", replace(
+        yield "a node continues the node before it, not its parent: the tree is used as a chain", replace(
             data, trees=()
         )  # fmt: skip
         yield (
@@ -70,7 +70,7 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
 
 
 def _of_other_slots(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
-    """Requests that use the slots of others, so that states and windows are those of others."""
+    """Requests that use the slots of others, with the states and windows of others."""
     count = len(data.news)
     places = torch.arange(count)
     for text, of in (
@@ -97,13 +97,13 @@ def _of_other_slots(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
 
 
 def _at(held: torch.Tensor, of: torch.Tensor, unread: torch.Tensor, poison: torch.Tensor) -> torch.Tensor:
-    """``held`` [L, B, ...] of the requests ``of``; zeros where it is not read, NaN where the slot holds none."""
+    """``held`` [L, B, ...] of the requests ``of``; zeros if it is not read, NaN if the slot holds none."""
     shape = (-1, *[1] * (held.dim() - 2))
     return held[:, of].masked_fill(poison.view(shape), torch.nan).masked_fill(unread.view(shape), 0.0)
 
 
 def _of_siblings(tree: Tree) -> Tree:
-    """The tree in which a node hangs on the sibling before it."""
+    """The tree in which the parent of a node is the sibling before it."""
     before = {int(sibling): node for node, sibling in enumerate(tree.links[1]) if sibling > 0}
     return Tree(tuple(before.get(node, parent) for node, parent in enumerate(tree.parents, 1)))
 

@@ -1,7 +1,7 @@
 """The pool of states as memory: what it holds before a step, how it is watched, and what a step leaves in it.
 
 A slot's row is one string of bytes in each layer: its convolution window, then its state. All other memory holds NaN:
-slots of nobody, slot 0, the slot of a fresh request whose backend goes by ``has_initial_state``, and the memory between
+unowned slots, slot 0, the slot of a fresh request if the backend reads ``has_initial_state``, and the memory between
 tensors.
 """
 
@@ -38,7 +38,7 @@ def as_rows(windows: torch.Tensor, states: torch.Tensor, order: str) -> torch.Te
 
 
 def _with_more_columns(windows: torch.Tensor, data: StateStepData) -> torch.Tensor:
-    """Windows [L, n, C, W - 1] with the columns behind them that only drafts of the instance have: NaN."""
+    """Windows [L, n, C, W - 1] with the further columns that only drafts of the instance use: NaN."""
     if not data.more_columns:
         return windows
     more = torch.empty(*windows.shape[:3], data.more_columns, dtype=windows.dtype)
@@ -47,9 +47,8 @@ def _with_more_columns(windows: torch.Tensor, data: StateStepData) -> torch.Tens
 
 
 def from_rows(rows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows [L, n, C, columns] in the model's dtype and states [L, n, Hv, V, K] in theirs, of rows [L, n, bytes].
-
-    ``StateStepData.more_columns`` are left out: they may hold anything, as no step reads them.
+    """Windows [L, n, C, columns] in the model's dtype and states [L, n, Hv, V, K] in theirs, from rows [L, n, bytes].
+    ``StateStepData.more_columns`` are left out: they may hold anything, because no step reads them.
     """
     channels, (heads, wide, keys) = data.windows.shape[2], data.states.shape[2:]
     own = data.shape.window_columns(data.lists.shape[1])
@@ -79,9 +78,9 @@ def _held(
 
 
 def _held_by_lists(data: StateStepData) -> tuple[_Ints, _Bytes]:
-    """Slots and rows of requests with a slot for each node: one has the window, one the state, and the rest is NaN.
-
-    What rejected nodes left is NaN, too: columns of a window besides those that are read, and the other states.
+    """Slots and rows of requests with a slot for each node: one slot holds the window, one slot holds the state, and
+    the other slots hold NaN. Values of rejected nodes are NaN, too: columns of a window that are not read, and the
+    other states.
     """
     (count, nodes), layers = data.lists.shape, len(data.states)
     columns = data.shape.window_columns(nodes)
@@ -127,7 +126,7 @@ def _image(
 
 
 def _filled_by_the_server(data: StateStepData) -> tuple[_Ints, _Ints, _Ints]:
-    """Slots that a server fills between two steps, the slots of a prefix cache which it copies to them, and slots of
+    """Slots that a server fills between two steps, the slots of a prefix cache that it copies to them, and the slots of
     fresh requests that it clears.
     """
     own, sources = data.slots.numpy(), np.array(data.sources, np.int64)
@@ -167,7 +166,7 @@ class StateWatch:
         self._device, places = pool.device, state_places(schedule)
         self._slots = len(places) if shape_of(schedule.case).big else pool.num_slots
         self._places = upload(torch.from_numpy(places), self._device) if self._slots < pool.num_slots else None
-        """Place of each slot, [slots]; None if the pool has no others."""
+        """Slot of the pool for each slot of the schedule, [slots]; None if both are the same."""
         self._pool, self._twin = pool, pool.like(pool.device, num_slots=self._slots)
         self._moved: torch.Tensor | None = None
         """[slots] uint8: states that changed before the commit of a verify; None outside of target-verify."""
@@ -184,7 +183,7 @@ class StateWatch:
         return self._pool.parts if self._places is None else tuple(part[self._places] for part in self._pool.parts)
 
     def _load(self) -> None:
-        """Put what the slots should hold into the pool."""
+        """Write the expected contents of the slots into the pool."""
         if self._places is None:
             self._pool.memory.copy_(self._twin.memory)
             return
@@ -213,10 +212,9 @@ class StateWatch:
         self._moved = None
 
     def carry(self, slots: torch.Tensor, name: tuple[Schedule, Step, str | None]) -> None:
-        """Take what ``slots`` hold now as what they hold before the next step. Others stay as they were filled.
-
-        Then states of a prefix cache are copied, and slots of fresh requests cleared, as a server does: in memory, and
-        in what it should hold.
+        """Use the present contents of ``slots`` as their contents before the next step. Other slots keep their
+        contents. Then states of a prefix cache are copied, and slots of fresh requests cleared, as by a server: in
+        memory, and in its expected contents.
         """
         own, sources, cleared = (
             upload(torch.from_numpy(each), self._device) for each in _filled_by_the_server(make_state_data(*name))
@@ -255,7 +253,7 @@ class StateWatch:
             part[0].zero_()
 
     def _changed(self) -> torch.Tensor:
-        """[slots] uint8: not 0 where a bit of the slot changed."""
+        """[slots] uint8: not 0 if a bit of the slot changed."""
         found = torch.zeros(self._slots, dtype=torch.bool, device=self._device)
         for now, before in zip(self._now(), self._twin.parts, strict=True):
             if now[0].numel():
@@ -264,7 +262,7 @@ class StateWatch:
         return found.view(torch.uint8)
 
     def before_commit(self) -> None:
-        """Note which states a verify changed, before its commit does. Windows may be anything until then."""
+        """Note the states that a verify changed, before its commit. Windows may be anything until then."""
         found = torch.zeros(self._slots, dtype=torch.bool, device=self._device)
         for now, before in zip(self._now()[1::2], self._twin.parts[1::2], strict=True):
             bits = _INTEGERS[now.dtype.itemsize]

@@ -1,6 +1,6 @@
 """The recurrence in float64, one token after another: the only definition of right for states, and its limits.
 
-A rounding of step t moves a row S[v, :] of a state by at most l_t. The rest is multiplied by the decay.
+A rounding of step t moves a row S[v, :] of a state by at most l_t. Earlier roundings are multiplied by the decay.
 Roundings of different tokens are not aligned, so they add up as a random walk:
 
     w_t^2 = (decay_t w_{t-1})^2 + l_t^2
@@ -25,9 +25,9 @@ from .chunks import ChunkedStates
 from .data import StateStepData
 
 _WALKS = 2.0
-"""A row may be off by so many walks."""
+"""Limit of the error of a row, in walks."""
 _IN_EXP = 8
-"""Roundings of a gate, besides those of its argument."""
+"""Roundings of a gate, in addition to roundings of its argument."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,26 +41,26 @@ class Recurrence:
     states: torch.Tensor
     """[L, E, Hv, V, K] after the step, of each of ``StateStepData.ends``."""
     state_limit: torch.Tensor
-    """[L, E, Hv, V]: of the norm of a row of a state, and of each of its elements."""
+    """[L, E, Hv, V]: limit of the norm of a row of a state, and of each of its elements."""
     windows: torch.Tensor
     """[L, E, C, columns] in the model's dtype after the step: copies of inputs. Bits of NaN where nothing is stored."""
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """States and windows before a step: drawn, or those behind the accepted rows of the step that it follows."""
+    """States and windows before a step: drawn, or those after the accepted rows of the step before it."""
 
     states: torch.Tensor
     """[L, B, Hv, V, K] float64."""
     walk: torch.Tensor
-    """[L, B, Hv, V]: how far rounding of the steps before may have led from it."""
+    """[L, B, Hv, V]: error that rounding in earlier steps may have caused."""
     windows: torch.Tensor
     """[L, B, C, W - 1] in the model's dtype."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """Inputs of the recurrence, [L, T, Hv, ...] float64, and how far each may be off."""
+    """Inputs of the recurrence, [L, T, Hv, ...] float64, and the limit of each."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -82,7 +82,7 @@ class _Inputs:
 
 @lru_cache(maxsize=8)
 def start_of(data: StateStepData) -> Start:
-    """The states that a step begins from. Cached by the object."""
+    """The states from which a step begins. Cached by the object."""
     before = data.before
     if before is None:
         return Start(data.states.double(), torch.zeros(data.states.shape[:-1], dtype=torch.float64), data.windows)
@@ -104,7 +104,7 @@ def start_of(data: StateStepData) -> Start:
 
 @lru_cache(maxsize=8)
 def recur(data: StateStepData) -> Recurrence:
-    """The answer for a step's numbers, with all limits. Cached by the object."""
+    """The answer for a step's data, with all limits. Cached by the object."""
     every = [_inputs(layer, index, data) for index, layer in enumerate(data.layers)]
     inputs = _Inputs(
         **{name: torch.stack([getattr(one, name) for one in every]) for name in _Inputs.__dataclass_fields__}
@@ -260,7 +260,7 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gates(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Decay [T, Hv, 1 or K], its relative error [T, Hv, 1], and the factor of what is stored [T, Hv, 1]."""
+    """Decay [T, Hv, 1 or K], its relative error [T, Hv, 1], and the factor of the stored update [T, Hv, 1]."""
     rows, heads = data.q.shape[1], layer.v_heads
     if layer.kind == "lightning":
         assert layer.slope is not None
@@ -286,11 +286,11 @@ def _gates(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Te
 
 
 _FORGOTTEN = 104.0
-"""exp(-g) beyond it is below the smallest float32 number."""
+"""Value of g beyond which exp(-g) is below the smallest float32 number."""
 
 
 def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations after the convolution [T, C] float64, and how far each element may be off."""
+    """Activations after the convolution [T, C] float64, and the limit of each element."""
     rows = data.q[index].double()
     if layer.conv_weight is None:
         return rows, torch.zeros_like(rows)
@@ -317,7 +317,8 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
 
 
 def _taps(data: StateStepData, request: int) -> torch.Tensor:
-    """[new, W]: inputs that each tap of each row of a request reads; W - 1 of them are the window before the step."""
+    """[new, W]: inputs that each tap of each row of a request reads; the first W - 1 inputs are the window before the
+    step."""
     width, new = data.shape.conv_width, data.news[request]
     if not data.trees:
         return torch.arange(new)[:, None] + torch.arange(width)
@@ -326,14 +327,14 @@ def _taps(data: StateStepData, request: int) -> torch.Tensor:
 
 
 def _rows(data: StateStepData, request: int, count: int, first: int) -> slice | list[int]:
-    """Rows of the batch that lead to what is behind ``count`` rows of a request, whose first one is ``first``."""
+    """Rows of the batch that lead to the state after ``count`` rows of a request, whose first row is ``first``."""
     if not data.trees:
         return slice(first, first + count)
     return [first + row for row in data.path(request, count)]
 
 
 def _window_behind(data: StateStepData, request: int, rows: int) -> torch.Tensor:
-    """[L, C, W - 1] behind so many rows of a request: copies of its last inputs."""
+    """[L, C, W - 1] after this number of rows of a request: copies of its last inputs."""
     before = start_of(data).windows
     inputs = data.q[:, _rows(data, request, rows, sum(data.news[:request]))]
     every = torch.cat([before[:, request], inputs.transpose(1, 2)], -1)
@@ -341,7 +342,7 @@ def _window_behind(data: StateStepData, request: int, rows: int) -> torch.Tensor
 
 
 def _windows(data: StateStepData) -> torch.Tensor:
-    """[L, E, C, columns]: the window of each end as it lies in memory."""
+    """[L, E, C, columns]: the window of each end, as in memory."""
     before, nodes = start_of(data).windows, data.lists.shape[1]
     columns = data.shape.window_columns(nodes)
     found = torch.empty(len(before), len(data.ends), before.shape[2], columns, dtype=before.dtype)
@@ -349,7 +350,7 @@ def _windows(data: StateStepData) -> torch.Tensor:
     starts = np.cumsum([0, *data.news])
     for index, end in enumerate(data.ends):
         if columns and end.has_window:
-            # A slot for each node: one window holds the inputs that the window behind any node consists of.
+            # A slot for each node: one window holds the inputs of the window after each node.
             rows = data.news[end.request] if nodes > 1 else end.rows
             inputs = data.q[:, _rows(data, end.request, rows, int(starts[end.request]))]
             every = torch.cat([before[:, end.request], inputs.transpose(1, 2)], -1)

@@ -24,7 +24,7 @@ def make_state_vocabulary(case: Case) -> Vocabulary:
 
 
 def data_of_state_tokens(schedule: Schedule, tokens: Sequence[Sequence[int]]) -> StateStepData:
-    """Input of the oracle for plain decode of texts: a row for each token, on the state behind those before it."""
+    """Input of the oracle for plain decode of texts: a row for each token, on the state after the tokens before it."""
     case, shape = schedule.case, shape_of(schedule.case)
     words, layers, news = make_state_vocabulary(case), state_layers(case), tuple(len(text) for text in tokens)
     ids = torch.tensor([token for text in tokens for token in text], dtype=torch.int64)

@@ -37,10 +37,9 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
 def attend_with_limit(
     schedule: Schedule, data: StepData, given: bool = False, layers: Sequence[AttentionLayer] = ()
 ) -> tuple[Attention, torch.Tensor]:
-    """Attention on a step's numbers, and how far each element may be from it: [L, T, Hq, Dv] float64.
-
-    ``given``: a forward's own rows are attended as given, not as the pool holds them. ``layers``: others than those of
-    the case, to ask what a backend that takes them for those would give.
+    """Attention on a step's numbers, and the limit of each element: [L, T, Hq, Dv] float64. ``given``: a forward's own
+    rows are attended to as given, not as the pool holds them. ``layers``: layers to use instead of the case's, for the
+    answer of a backend with such a mistake.
     """
     case, matmul_dtype = schedule.case, schedule.matmul_dtype
     # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.

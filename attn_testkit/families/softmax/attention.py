@@ -20,9 +20,9 @@ class Attention:
     out: torch.Tensor
     """The answer."""
     mass: torch.Tensor
-    """Sum of p_j |v_j|: what rounding errors of P and of partial sums scale with."""
+    """Sum of p_j |v_j|, with which rounding errors of P and of partial sums scale."""
     logit_noise: torch.Tensor
-    """[L, T, Hq, 1]: how far float32 arithmetic may move a logit, at most."""
+    """[L, T, Hq, 1]: largest error of a logit in float32 arithmetic."""
     keys: torch.Tensor
     """[T] int64: keys each row may see, without windows."""
     lse: torch.Tensor
@@ -30,18 +30,18 @@ class Attention:
     top: torch.Tensor
     """[L, T, Hq]: the largest logit, sinks included."""
     flat: torch.Tensor | None = None
-    """Sum of |v_j| over the visible keys, times the weight of a logit as large as the row's largest: what the absolute
-    error of small probabilities scales with. None unless asked for."""
+    """Sum of |v_j| over the visible keys, times the weight of a logit as large as the row's largest; the absolute error
+    of small probabilities scales with it. None unless requested."""
     factors: FactorErrors | None = None
-    """Errors that narrow factors of both products may cause in the answer and in ``lse``. None unless asked for."""
+    """Errors that narrow factors of both products may cause in the answer and in ``lse``. None unless requested."""
     logit_error: torch.Tensor | None = None
-    """[L, T, Hq, 1]: how far queries that are rounded to FP8 may move a logit. None where they are not off."""
+    """[L, T, Hq, 1]: largest error of a logit if queries are rounded to FP8. None if queries are exact."""
 
 
 def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
-    """Narrow [B, Tmax, S] bool visibility to the keys that rows of a layer see: those in its window, or in the chunk of
-    each row; those of the encoder in a cross-attention layer; in a layer without bidirectional spans, if others have
-    them, those that are not later.
+    """Narrow [B, Tmax, S] bool visibility to the keys that rows of a layer see: keys in its window, or in the chunk of
+    each row; keys of the encoder in a cross-attention layer; no later keys in a layer without bidirectional spans, if
+    other layers have them.
     """
     if data.spans and not layer.bidirectional_spans:
         visible = visible & (data.key_positions[:, None, :] <= data.query_positions[:, :, None])
@@ -80,23 +80,23 @@ def attend(
 ) -> Attention:
     """Attention of all layers of a step on the keys and values as the pool holds them.
 
-    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat``: compute
-    this field of ``Attention`` too. ``factors``: spacing of narrow factors, for that field; 0.0: leave it None.
-    ``q_scale``: how queries are rounded, for ``logit_error``.
+    ``visible`` [B, Tmax, S] replaces the case's own visibility (for example to compute the effect of a dropped key).
+    ``flat``: compute this field of ``Attention`` too. ``factors``: spacing of narrow factors, for the field of this
+    name; 0.0: leave the field None. ``q_scale``: rounding of queries, for ``logit_error``.
     """
     visible = data.visible if visible is None else visible
     asked = _Asked(flat, factors, query_rounding(data.q, q_scale))
     if _numbers(data, visible) <= _AT_ONCE:
         return _attend(data, layers, visible, asked)
-    # One request at a time: nothing is computed on the padding behind short requests, and what is needed for a moment
+    # One request at a time: nothing is computed on the padding after short requests, and what is needed for a moment
     # stays small. A long one one layer at a time.
     return _joined([_of_request(data, layers, visible, request, asked) for request in range(len(visible))], 1)
 
 
 _AT_ONCE = 1 << 17
-"""Numbers in a step's keys and logits up to which all of it is computed at once."""
+"""Number of elements of a step's keys and logits up to which the step is computed at once."""
 _LAYERS_AT_ONCE = 1 << 19
-"""Numbers in one request up to which all its layers are computed at once."""
+"""Number of elements in one request up to which all its layers are computed at once."""
 
 
 def _numbers(data: StepData, visible: torch.Tensor) -> int:
@@ -123,7 +123,7 @@ def _of_request(
 
 
 def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
-    """One request, cut to the keys that it may see: views. Tensors that attention does not read stay whole."""
+    """One request, cut to the keys that it may see: views. Tensors that attention does not read are not cut."""
     one = slice(request, request + 1)
     seen = visible[request].any(0).nonzero()
     keys = slice(0, int(seen[-1]) + 1 if len(seen) else 1)
@@ -252,7 +252,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
 
 
 def _bias(data: StepData, layers: Sequence[AttentionLayer], kv_heads: int) -> torch.Tensor | None:
-    """[L, B, Hk, G, Tmax, S]: what ALiBi adds to logits; None if no layer has slopes."""
+    """[L, B, Hk, G, Tmax, S]: ALiBi's bias of logits; None if no layer has slopes."""
     slopes = [layer.alibi_slopes for layer in layers]
     if all(each is None for each in slopes):
         return None
@@ -303,7 +303,7 @@ def _terms(
     scaling: torch.Tensor,
     layers: Sequence[AttentionLayer],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[L, B, Hk, G, Tmax, S] each: scaled logits, and squares of their terms, both as a soft cap lets them count."""
+    """[L, B, Hk, G, Tmax, S] each: scaled logits, and squares of their terms, both after the effect of a soft cap."""
     logits = logits.clone()
     squares = (rows.square() @ keys.square().mT).view(logits.shape) * scaling.square()
     for index, layer in enumerate(layers):
@@ -321,7 +321,7 @@ def _of_heads(data: StepData, stored: torch.Tensor, part: int) -> torch.Tensor:
 
 
 def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_heads: int) -> torch.Tensor:
-    """``rows`` [L, T, Hq, D], as queries are, to [L, B, Hk, G * Tmax, D] float64; zeros behind those of a request."""
+    """``rows`` [L, T, Hq, D], like queries, to [L, B, Hk, G * Tmax, D] float64; zeros after the rows of a request."""
     num_layers, tokens, num_q_heads, dim = rows.shape
     if tokens == bs * widest:
         q = rows.double()
@@ -350,8 +350,8 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _sinks(layers: Sequence[AttentionLayer], num_q_heads: int, kv_heads: int) -> torch.Tensor | None:
-    """[L, 1, Hk, G, 1, 1], or None if no layer has sinks. A layer without them has -inf, a logit of no weight, and one
-    with fewer heads has sinks of 0 behind its own.
+    """[L, 1, Hk, G, 1, 1], or None if no layer has sinks. A layer without them has -inf, a logit of no weight, and a
+    layer with fewer heads has sinks of 0 after its own.
     """
     if all(layer.sinks is None for layer in layers):
         return None

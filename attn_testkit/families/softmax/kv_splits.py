@@ -1,4 +1,4 @@
-"""The log-sum-exps of the parts of a request's keys, and how far each may be from them."""
+"""The log-sum-exps of the parts of a request's keys, and their limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .limits import factor_spacing, lse_limit, merged_limit, merged_lse_limit
 def attend_split(
     data: StepData, layers: Sequence[AttentionLayer], part: KVSplit, *, factors: float = 0.0, q_scale: str = "none"
 ) -> Attention:
-    """Attention on only the keys of ``part``. Outputs of rows that see none of them are NaN.
+    """Attention on only the keys of ``part``. Outputs of rows that see no key of the part are NaN.
 
     ``factors``, ``q_scale``: as in ``attend``.
     """
@@ -38,9 +38,9 @@ def attend_split(
 def split_sums(
     case: Case, data: StepData, whole: Attention, lse_dtype: str, matmul_dtype: str = "model", q_scale: str = "none"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Natural log-sum-exps [L, T, P, Hq] float64 and their limits, likewise: of each part of a case that has parts.
-
-    If the backend merges, those of all keys follow. ``whole``: attention on all keys. ``matmul_dtype``: of
+    """Natural log-sum-exps [L, T, P, Hq] float64 and their limits, in the same shape, for each part of a case that has
+    parts. If the backend merges, the log-sum-exps of all keys follow. ``whole``: attention on all keys.
+    ``matmul_dtype``: of
     ``lse_limit``; ``q_scale``: of ``attend``.
     """
     layers = make_layers(case)
@@ -57,7 +57,7 @@ def split_sums(
 def merged_attention_limit(
     case: Case, whole: Attention, limit: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """[L, T, Hq, Dv]: ``limit`` where all keys are one part, else what merging may add to it.
+    """[L, T, Hq, Dv]: ``limit`` if all keys are one part, else with the error that merging may add.
 
     ``sums``: of ``split_sums``.
     """

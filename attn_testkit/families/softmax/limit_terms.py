@@ -1,4 +1,4 @@
-"""The limit of an element, taken apart: how much each cause of rounding adds to it."""
+"""The limit of an element as a sum of terms, one for each cause of rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LimitTerm:
 def limit_terms(schedule: Schedule, data: StepData) -> tuple[torch.Tensor, list[LimitTerm]]:
     """Answer of a step, [L, T, Hq, Dv] float64, and the terms of its limit; their sum is the limit.
 
-    Each term is the limit with one more cause than before, less the limit before it: ``limits.py`` has the formula.
+    Each term is the increase of the limit when one more cause is included: ``limits.py`` has the formula.
     """
     attention, limit = attend_with_limit(schedule, data, given=schedule.new_rows_as_given)
     nothing = replace(

@@ -3,32 +3,34 @@
 A kernel rounds the probabilities and the output to dtypes of unit roundoff u. Each rounding moves an output channel by
 at most u times the weight that the channel carries, so the limit of one output element is
 
-    2 u (sum_j p_j |v_j| + |ref|)  +  what float32 logits may do  +  a floor for subnormals.
+    2 u (sum_j p_j |v_j| + |ref|)  + the error of float32 logits + a floor for subnormals.
 
-The factor 2 leaves room for partial results that are rounded before they are combined. Measured on an H200 over kv 1
-to 4096, gaussian, peaked, shifted and tiny values, bf16 and fp16, errors take this part of the limit: FlashInfer decode
+The factor 2 leaves room for partial results that are rounded before they are combined. Measured on an H200 over kv 1 to
+4096, gaussian, peaked, shifted and tiny values, bf16 and fp16, errors are these fractions of the limit: FlashInfer
+decode
 0.05 to 0.52, XQA 0.05 to 0.78, torch with rounded probabilities 0.05 to 0.41.
 
-A backend that says that it multiplies in FP8 (``Capabilities.matmul_dtype``) rounds its probabilities to FP8 before the
-second product, and nothing else of coarser roundoff: the queries that it is given are numbers that FP8 holds. Those of
-any other backend with an FP8 pool are free, and who rounds them is over the limit.
-FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number, and is 2^-10 at most. Kernels round
-p relative to the row's largest, and multiplied by a factor (7 in FlyDSL, which leaves room for a maximum that is out of
-date; 256 in FlashAttention 3; 448 in XQA). The limit asks for 4: then 2^-12 of the largest p may be lost, whatever p_j
-is. A backend that declares ``fp8_e4m3_unscaled`` has no factor.
+A backend that declares FP8 products (``Capabilities.matmul_dtype``) rounds its probabilities to FP8 before the second
+product, and nothing else with a coarser roundoff: its queries are exact in FP8. Queries of any other backend with an
+FP8 pool are arbitrary, and a kernel that rounds them exceeds the limit. FP8 has few small numbers: below 2^-6 its error
+no longer shrinks with the number, and is 2^-10 at most. Kernels round p relative to the row's largest, and multiplied
+by a factor (7 in FlyDSL, which leaves room for a maximum that is out of date; 256 in FlashAttention 3; 448 in XQA). The
+limit assumes 4: then 2^-12 of the largest p may be lost, whatever p_j is. A backend that declares ``fp8_e4m3_unscaled``
+has no factor.
 
 Queries that are rounded to FP8 move a logit by some e at most, from their own numbers (``query_rounding.py``), and a
-weight by a factor of at most exp(2 e): by that an output is off, and by as much all that scales with weights is larger.
+weight by a factor of at most exp(2 e): an output is off by that factor, and everything that scales with weights grows
+by it.
 
-Factors of tf32 are limited by what their errors do in sum (``narrow_factors.py``): the largest that each may do, added
-up over all of them, is some 30 times what they do. Measured with Triton's ``tl.dot`` under the emulation, which cuts
-factors off, over the float32 cases of core: errors take 0.28 of the limit in the median and 0.73 at most.
+The limit for tf32 factors uses the sum of their errors (``narrow_factors.py``): the sum of the largest possible errors
+would be some 30 times the real ones. Measured with Triton's ``tl.dot`` under the emulation, which cuts factors off,
+over the float32 cases of core: errors are 0.28 of the limit in the median and 0.73 at most.
 
-Packed rows that hold scales (``contract/row_format.py``) mean numbers that bf16 does not hold, and kernels
-round them to bf16 before both products. That is a narrow factor too: rounded by at most half a spacing, and only one of
-the two factors, so its unit roundoff takes the place of the spacing.
+Packed rows that hold scales (``contract/row_format.py``) encode numbers that bf16 cannot represent, and kernels round
+them to bf16 before both products. They are narrow factors too: only one of the two factors is rounded, by at most half
+a spacing, so its unit roundoff replaces the spacing.
 
-A log-sum-exp moves by no more than its logits do; and by r where its sum is off by a factor 1 + r. Kernels may sum the
+A log-sum-exp is off by no more than its logits, and by r if its sum is off by a factor 1 + r. Kernels may sum the
 probabilities as they were rounded for the second product (FlashInfer's fa2 sums them on tensor cores), so r may be u.
 Merged results carry the errors of all their log-sum-exps: the weight of a part moves by a factor of at most exp(2 d).
 """
@@ -47,9 +49,9 @@ from .narrow_factors import TOGETHER
 _FP8_ABSOLUTE = {"fp8_e4m3": 2.0**-12, "fp8_e4m3_unscaled": 2.0**-10}
 """Half the spacing of the subnormal e4m3 numbers, over the factor that probabilities are multiplied by."""
 _FP16_ABSOLUTE = 2.0**-25
-"""Half that spacing for fp16. If a sink is part of the running maximum every p of a row may be that small."""
+"""Absolute error of the same kind in fp16. If a sink is in the running maximum, every p of a row may be that small."""
 _LARGEST_ERROR = 100.0
-"""Largest error of a logit or log-sum-exp: beyond it nothing can be asked of a row, and the numbers stay finite."""
+"""Largest error of a logit or log-sum-exp: beyond it a row is not checked, and the limits stay finite."""
 
 
 def factor_spacing(case: Fields, matmul_dtype: str) -> float:
@@ -62,7 +64,7 @@ def factor_spacing(case: Fields, matmul_dtype: str) -> float:
 
 
 def _unit(dtype: str, attention: Attention) -> torch.Tensor:
-    """[T, 1, 1]: u of the dtype; for float32 the sums themselves, of as many terms as a row sees, are what rounds."""
+    """[T, 1, 1]: u of the dtype; for float32 it covers the rounding of sums with as many terms as a row sees keys."""
     ones = torch.ones(attention.keys.shape[0], 1, 1, dtype=torch.float64)
     if dtype != "fp32":
         return ones * UNIT_ROUNDOFF[dtype]
@@ -72,9 +74,9 @@ def _unit(dtype: str, attention: Attention) -> torch.Tensor:
 def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model") -> torch.Tensor:
     """[L, T, Hq, Dv] float64: the largest allowed |out - ref| of each element.
 
-    ``dtype``: of the output. ``matmul_dtype``: of the probabilities in the second product, ``model`` for the same; for
-    FP8, and for fp16 with sinks, ``attention`` needs its ``flat``. For ``tf32`` and packed rows it needs its
-    ``factors``.
+    ``dtype``: of the output. ``matmul_dtype``: dtype of the probabilities in the second product, ``model`` for the
+    same. For FP8, and for fp16 with sinks, ``attention.flat`` must be set; for ``tf32`` and packed rows
+    ``attention.factors``.
     """
     # A logit that float32 arithmetic moved by d moves p by a factor exp(d): at most 2 d in sum with the denominator.
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
@@ -95,10 +97,9 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
 
 
 def key_factor(attention: Attention, dtype: str, matmul_dtype: str = "model") -> torch.Tensor:
-    """[L, T, Hq] float64: of logits that are all 0, the part by which rounding may change all weights alike.
-
-    A kernel whose running maximum knows the sink rounds a weight of exp(-sink). NaN where that takes more than one part
-    in twice ``CODE_BOUND``: what is left of a key may then be less than half of it.
+    """[L, T, Hq] float64: if all logits are 0, the relative error of rounding that all weights share. A kernel whose
+    running maximum includes the sink rounds a weight of exp(-sink). NaN if that is more than one part in twice
+    ``CODE_BOUND``: less than half of a key may then be left.
     """
     narrow = matmul_dtype in _FP8_ABSOLUTE
     absolute = _FP8_ABSOLUTE.get(matmul_dtype, _FP16_ABSOLUTE if dtype == "fp16" else 0.0)
@@ -107,9 +108,8 @@ def key_factor(attention: Attention, dtype: str, matmul_dtype: str = "model") ->
 
 
 def _of_factors(attention: Attention, sizes: torch.Tensor) -> torch.Tensor:
-    """[L, T, Hq, Dv]: what narrow factors of both products add, at most twice what all errors together can do.
-
-    ``sizes``, likewise: of the answer and of the weight that a channel carries.
+    """[L, T, Hq, Dv]: the error that narrow factors of both products add, at most twice the sum of all errors.
+    ``sizes``, in the same shape: sizes of the answer and of the weight of a channel.
     """
     factors = attention.factors
     assert factors is not None
@@ -145,7 +145,7 @@ def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32", matmul_
 
 
 def _lse_rounding(lse: torch.Tensor, dtype: str, lse_dtype: str) -> torch.Tensor:
-    """Rounding of a log-sum-exp of that size: by the arithmetic on it, by a change of base, and by its dtype."""
+    """Rounding error of a log-sum-exp of that size: by arithmetic, by a change of base, and by its dtype."""
     size = _finite(lse.abs())
     rounding = 4 * FLOAT32 * size
     return rounding if lse_dtype == "fp32" else rounding + UNIT_ROUNDOFF[dtype] * size + SMALLEST[dtype]
@@ -158,10 +158,9 @@ def _finite(sizes: torch.Tensor) -> torch.Tensor:
 def merged_lse_limit(
     whole: torch.Tensor, lse: torch.Tensor, off: torch.Tensor, dtype: str, lse_dtype: str
 ) -> torch.Tensor:
-    """[L, T, Hq] float64: how far a backend's log-sum-exp of all parts may be from ``whole`` [L, T, Hq].
-
-    ``lse`` [L, T, P, Hq]: of each part, and ``off``, likewise, how far it may be from that. A merge is off by no more
-    than what goes into it, and by its own rounding; none of its results is larger than a part's, or than the whole's.
+    """[L, T, Hq] float64: limit of a backend's log-sum-exp of all parts, relative to ``whole`` [L, T, Hq]. ``lse`` [L,
+    T, P, Hq]: the log-sum-exp of each part, and ``off``, in the same shape, its limit. A merge is off by no more than
+    its inputs and its own rounding, and none of its results is larger than the result of a part or of the whole.
     """
     largest = torch.maximum(_finite(lse.abs()).amax(2), _finite(whole.abs()))
     return off.amax(2) + (lse.shape[2] - 1) * _lse_rounding(largest, dtype, lse_dtype)
@@ -170,10 +169,9 @@ def merged_lse_limit(
 def merged_limit(
     limit: torch.Tensor, attention: Attention, lse: torch.Tensor, off: torch.Tensor, dtype: str, merges: int
 ) -> torch.Tensor:
-    """[L, T, Hq, Dv] float64: ``limit`` of all keys at once, and what merging the results of parts may add.
-
-    ``attention``: of all keys. ``lse`` [L, T, P, Hq]: of each part, and ``off``, likewise, how far it may be from that.
-    ``merges``: results that are rounded between one part and the next, 0 where all are merged in float32.
+    """[L, T, Hq, Dv] float64: ``limit`` of all keys at once, plus the error of merging the results of parts.
+    ``attention``: attention on all keys. ``lse`` [L, T, P, Hq]: the log-sum-exp of each part, and ``off``, in the same
+    shape, its limit. ``merges``: number of results that are rounded between parts, 0 if all are merged in float32.
     """
     # Merging subtracts the largest from each, in float32 and in one base or the other.
     apart = (off + 8 * FLOAT32 * _finite(lse.abs())).amax(2)[..., None]

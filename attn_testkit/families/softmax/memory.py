@@ -1,4 +1,4 @@
-"""The KV pool as memory: what it holds, and its watch, of one pool, of one per KV group, or of few slots of many."""
+"""The KV pool as memory: its contents and its watch, for one pool, one per KV group, or a few slots of a large pool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
 def _held(
     schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Stored keys and values of live requests: all of them may be read."""
+    """Stored keys and values of live requests, all of which may be read."""
     return stored_kv(schedule, step, data, after=after, unowned=unowned)
 
 
@@ -41,7 +41,7 @@ def _due(data: StepData) -> npt.NDArray[np.int64]:
 
 
 def _stored(data: StepData) -> Stored:
-    """K and V of the new rows: copies, compared in bits."""
+    """K and V of the new rows: copies, compared bit for bit."""
     return Stored(*new_kv(data))
 
 

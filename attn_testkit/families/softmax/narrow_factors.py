@@ -1,18 +1,16 @@
-"""Errors of products of narrow factors: sums that the errors of tf32 scale with, from the factors themselves.
-
-A factor is cut off or rounded to a spacing of u of itself, so its error is one of u at most, and below that anything.
-Errors of many factors do two things. What they have in common scales a sum: cutting off makes every term smaller. Their
-independent parts add up as a random walk does. With s = sqrt(2 / 12) u, the standard deviation of the errors
-of two factors that lie anywhere in a spacing, a sum of terms t_j is off by at most
+"""Errors of products of narrow factors: the sums with which errors of tf32 scale, computed from the factors. A factor
+is cut off or rounded to a relative spacing u, so its relative error is anything up to u. Errors of many factors have
+two effects. Their common part scales a sum: cutting off makes every term smaller. Their independent parts add up like a
+random walk. With s = sqrt(2 / 12) u, the standard deviation of the errors of two factors that are uniform in a spacing,
+a sum of terms t_j is off by at most
 
     2 u |sum_j t_j|  +  8 s sqrt(sum_j t_j^2).
 
-The first is all that errors can do together, those of one factor that all terms share among it; eight standard
-deviations of the second come once in 10^14 numbers, and a suite has 10^9.
-
-An output is sum_j p_j v_j, and so is off by that with t_j = p_j v_j. A logit l_j = sum_d q_d k_jd is off by e_j, and
-the output by sum_j p_j e_j (v_j - out) and what is of second order. The common part of the e_j scales all logits; that
-moves the output by its derivative, sum_j p_j l_j (v_j - out). The rest of e_j goes by a_j = sqrt(sum_d (q_d k_jd)^2).
+The first term bounds all common errors, including those of a factor that all terms share. Eight standard deviations of
+the second occur once in 10^14 values, and a suite has 10^9. An output is sum_j p_j v_j, so this bound applies with t_j
+= p_j v_j. A logit l_j = sum_d q_d k_jd is off by e_j, and the output by sum_j p_j e_j (v_j - out) plus second-order
+terms. The common part of the e_j scales all logits; this changes the output by its derivative, sum_j p_j l_j (v_j -
+out). The rest of e_j scales with a_j = sqrt(sum_d (q_d k_jd)^2).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 TOGETHER = 2.0
 """Factors of a product."""
 _APART = 8 * math.sqrt(2 / 12)
-"""Standard deviations, of two factors that lie anywhere in a spacing."""
+"""Standard deviations of the errors of two factors that are uniform in a spacing."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ def factor_errors(
 ) -> FactorErrors:
     """``p`` [..., R, S]: weights of keys; those of hidden keys are 0. ``values`` [..., S, Dv].
 
-    ``logits`` [..., R, S]: what scaling q.k by 1 + e adds to a logit, over e: the logit itself, or less by a soft cap.
-    ``squares``, likewise: the sum of the squares of a logit's terms, with the same slope. ``packed``: [..., R, X] ->
-    [L, T, Hq, X].
+    ``logits`` [..., R, S]: the derivative of a logit when q.k is scaled by 1 + e: the logit itself, or less with a soft
+    cap. ``squares``, in the same shape: the sum of the squares of a logit's terms, with the same slope. ``packed``:
+    [..., R, X] -> [L, T, Hq, X].
     """
     out, weighted = p @ values, p * logits
     mean = weighted.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""New rows attended as they were given: a prefill kernel reads k and v where they are, and the prefix from the pool."""
+"""New rows that are attended to as given: a prefill kernel reads k and v directly, and the prefix from the pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...steps.data import StepData
 
 
 def as_given(data: StepData, *, one_by_one: bool) -> StepData:
-    """The same step for ``attend``, with the rows of a forward as separate keys, behind the keys of the pool.
+    """The same step for ``attend``, with the rows of a forward as separate keys, after the keys of the pool.
 
     ``one_by_one``: a forward has one row of a branch, as in draft-decode; otherwise all new rows are of one forward.
-    ``visible`` and ``key_positions`` get Tmax columns behind those of the pool; ``stored_keys`` and ``stored_values``
+    ``visible`` and ``key_positions`` get Tmax columns after those of the pool; ``stored_keys`` and ``stored_values``
     are float64 and dequantised.
     """
     request, offset, key = data.row_request, data.row_offset, data.row_key

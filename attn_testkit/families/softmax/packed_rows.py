@@ -1,4 +1,4 @@
-"""Packed rows of a KV pool whose scales a backend reads in another way: those of other tiles, keys and requests."""
+"""Packed rows of a KV pool whose scales a backend misreads: it uses scales of other tiles, keys or requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...steps.data import StepData
 
 
 def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, StepData]]:
-    """Mistakes in reading packed rows, and the numbers of the step that are attended then. Nothing for other rows."""
+    """Mistakes in reading packed rows, and the data that such a backend uses. Nothing for other rows."""
     packed, keys, values = data.row_format, data.stored_keys, data.stored_values
     if packed is None or keys.dtype != torch.uint8:
         return
@@ -58,15 +58,15 @@ def _scales(plane: Plane, held: Sequence[torch.Tensor], page_size: int) -> Itera
         return [change(scales) for scales in held]
 
     yield "in packed rows, each scale is used for the tile before its own", each(lambda own: own.roll(-1, -2))
-    yield "in packed rows, each scale is used for the tile behind its own", each(lambda own: own.roll(1, -2))
+    yield "in packed rows, each scale is used for the tile after its own", each(lambda own: own.roll(1, -2))
     yield (
         "in packed rows, the scale of the first tile is used for all tiles",
         each(lambda own: own[..., :1, :].expand_as(own)),
     )
     key, last = torch.arange(held[0].shape[2]), held[0].shape[2] - 1
     for other, text in (
-        ((key - 1).clamp(min=0), "of a key are used for the key behind it"),
-        ((key + 1).clamp(max=last), "of a key are used for the key before it"),
+        ((key - 1).clamp(min=0), "of a key are used for the next key"),
+        ((key + 1).clamp(max=last), "of a key are used for the previous key"),
         (key // page_size * page_size, "of the first key of a page are used for the page"),
     ):
         yield f"in packed rows, the scales {text}", each(lambda own, other=other: own[:, :, other])  # type: ignore[misc]

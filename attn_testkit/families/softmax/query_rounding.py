@@ -1,14 +1,13 @@
 """Errors of queries that are rounded to FP8 (e4m3) after a division by a scale.
 
-A group of numbers that share a scale is divided by s, its largest absolute value over 448, or by t, the smallest
-power of two that is at least s. An e4m3 number has three bits behind the point, and below 2^-6 a spacing of 2^-9. So a
-query x is off by at most
+A group of numbers that share a scale is divided by s, its largest absolute value over 448, or by t, the smallest power
+of two that is at least s. An e4m3 number has three bits of mantissa, and below 2^-6 a spacing of 2^-9. So a query x is
+off by at most
 
-    max(2^-4 |x|, 2^-10 t),  and by no more than |x|: 0 is a number too.
-
-It is off by nothing where all s of the groups that it may be part of are powers of two, and x / s is an e4m3 number for
-the largest of them: a smaller power of two makes x / s larger by a power of two, and no more than 448. The queries of
-the kit's cases are made so (``steps/query_scales.py``). The remaining errors are those of
+    max(2^-4 |x|, 2^-10 t),  and by no more than |x|, because 0 is a number too. The error is 0 if s is a power of two
+    in every group that x may belong to, and x / s is an e4m3 number for the largest s: a smaller power of two makes x /
+    s larger by a power of two, up to 448. The queries of the kit's cases have this property
+    (``steps/query_scales.py``). The remaining errors are those of
 rows that are small next to the largest of their tensor.
 """
 
@@ -27,9 +26,8 @@ _MANTISSA = 0.5
 
 
 def query_rounding(q: torch.Tensor, q_scale: str) -> torch.Tensor | None:
-    """[L, T, Hq, D] float64: how far each of ``q`` [L, T, Hq, D] may be off, of all rows of a forward.
-
-    ``q_scale``: of ``Capabilities``. None where nothing is rounded.
+    """[L, T, Hq, D] float64: limit of each of ``q`` [L, T, Hq, D], for all rows of a forward. ``q_scale``: as in
+    ``Capabilities``. None if nothing is rounded.
     """
     if q_scale == "none" or not q.numel():
         return None

@@ -1,9 +1,9 @@
-"""The numbers of a step of sparse attention: those of softmax attention, and the selected keys of each row and layer.
+"""The data of a step of sparse attention: data of softmax attention, and the selected keys of each row and layer.
 
 Each row of each layer has its own selection, by its own pattern.
 
 Short contexts hide bugs of sparse attention, because all keys are selected. So a row that may see more than ``topk``
-keys selects ``topk`` of them, or one; patterns leave out the newest, the oldest, the row's own, or most.
+keys selects ``topk`` of them, or one; patterns leave out the newest keys, the oldest, the row's own, or most.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _chosen_blocks(visible: _Ints, selection: Selection, pattern: str, rng: np.r
 
 
 def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Ints:
-    """[topk] with -1 for what is not filled: behind the keys, or with holes anywhere, first too."""
+    """[topk] with -1 in unused columns: after the keys, or with holes anywhere, even first."""
     row = np.full(selection.topk, -1, np.int64)
     if not selection.holes or selection.topk == 1:
         row[: len(keys)] = keys
@@ -72,9 +72,8 @@ def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Int
 
 @cached(LRUCache(KEPT_BYTES, getsizeof=lambda keys: keys.nbytes), key=numbers_of, lock=threading.Lock())
 def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
-    """[L, T, topk] int64: keys that each live row selects, as places in its request along S, or blocks; -1: none.
-
-    Some requests of a step, and one chunk of it, have the selections that they have in the whole step.
+    """[L, T, topk] int64: keys that each live row selects, as positions in its request along S, or blocks; -1: none. A
+    part of a step, and a chunk of it, have the selections of the whole step.
     """
     selection, layers = schedule.case.selection, schedule.case.layers.count
     assert selection is not None
@@ -125,8 +124,8 @@ def make_sparse_data(schedule: Schedule, step: Step, pattern: str | None = None)
 
 
 def attended_by(data: StepData, keys: torch.Tensor, block: int = 1) -> torch.Tensor:
-    """[L, B, Tmax, S] bool: the keys of each row. ``keys`` [L, T, topk] int64: places along S, or numbers of blocks of
-    ``block`` keys, of which a row attends those that it may see; -1: none.
+    """[L, B, Tmax, S] bool: the keys of each row. ``keys`` [L, T, topk] int64: positions along S, or numbers of blocks
+    of ``block`` keys, of which a row attends to those that it may see; -1: none.
     """
     if block > 1:
         of_key = data.key_positions // block

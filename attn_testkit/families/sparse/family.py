@@ -26,7 +26,7 @@ _NOT_HERE = (WINDOW, GREEDY_LOOP)
 
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
-    """The answer for a step's numbers. The output of a row that selects no key may be any finite number."""
+    """The answer for a step's data. The output of a row that selects no key may be any finite number."""
     data = with_selection(schedule, data)
     found = softmax.answer(schedule, data, given)
     assert data.allowed is not None
@@ -35,7 +35,7 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
 
 
 def with_selection(schedule: Schedule, data: StepData) -> StepData:
-    """Return the data with the keys that each row attends to: those that are given, or those of the best scores."""
+    """Return the data with the keys that each row attends to: the given keys, or those with the best scores."""
     if not isinstance(data.index, IndexData):
         return data
     keys = best_keys(schedule, data, data.index)
@@ -43,11 +43,11 @@ def with_selection(schedule: Schedule, data: StepData) -> StepData:
 
 
 _TILE, _TILES = 16, 16
-"""Narrowest tile of columns, and most tiles of a selection, that a lost tile is looked for in."""
+"""Narrowest tile of columns, and the most tiles of a selection, among which a lost tile is searched."""
 
 
 def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Tensor]]:
-    """Mistakes about the columns of ``selected``, and [L, T, topk] keys that are attended then."""
+    """Mistakes about the columns of ``selected``, and the keys [L, T, topk] that are attended to in each."""
     keys, selection = data.selected, schedule.case.selection
     assert keys is not None
     assert selection is not None
@@ -57,8 +57,8 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
         return
     keys = keys.long()
     column = torch.arange(keys.shape[-1])
-    yield "-1 in a row of `selected` is attended as key 0", keys.clamp(min=0)
-    yield "the keys of a row after its first -1 are not attended", keys.masked_fill((keys < 0).cumsum(-1) > 0, -1)
+    yield "-1 in a row of `selected` is attended to as key 0", keys.clamp(min=0)
+    yield "the keys of a row after its first -1 are not attended to", keys.masked_fill((keys < 0).cumsum(-1) > 0, -1)
     behind = column > keys.argmax(-1, keepdim=True)
     yield (
         "the keys of a row after its largest index are not attended to, as if indices ascended",
@@ -66,7 +66,7 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
     )
     wide = max(_TILE, selection.topk // _TILES)
     for tile in range(wide, selection.topk, wide):
-        text = f"only the first {tile} of {selection.topk} columns of `selected` are attended"
+        text = f"only the first {tile} of {selection.topk} columns of `selected` are attended to"
         yield text, keys.masked_fill(column >= tile, -1)
 
 
@@ -105,8 +105,8 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
         ("a row uses the selection of the row before it in its request", allowed.roll(1, 2)),
         ("every row of a request uses the selection of its first row", allowed[:, :, :1].expand_as(allowed)),
         ("every request uses the selection of the first request", allowed[:, :1].expand_as(allowed)),
-        (f"the first {topk} keys are attended, not the selected ones", visible & first),
-        (f"the last {topk} keys are attended, not the selected ones", latest),
+        (f"the first {topk} keys are attended to, not the selected ones", visible & first),
+        (f"the last {topk} keys are attended to, not the selected ones", latest),
     ):
         supposed = replace(data, allowed=wrong & visible)
         if not torch.equal(supposed.allowed, allowed):  # type: ignore[arg-type]

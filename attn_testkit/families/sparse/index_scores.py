@@ -1,4 +1,4 @@
-"""Scores of index keys in float64, how far rounding may lead, and the keys that are selected."""
+"""Scores of index keys in float64, their limits, and the keys that are selected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ...steps.index_data import IndexData, scale_of
 from ...steps.schedule import Schedule
 
 _ROUNDINGS = 8
-"""Roundings of a score beyond those of its sums: products with weight and scale, and the sums' own ends."""
+"""Roundings of a score in addition to roundings of its sums: products with weight and scale, and the results of
+sums."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """The KV pool of sparse attention: keys that a live request owns and no row selects.
 
-In the first step of a schedule they hold their own numbers: a backend that attends to the wrong keys gives numbers, by
-which ``SPARSE.supposed`` finds the mistake. In all others they hold NaN, which finds a kernel that reads them and masks
-them later.
+In the first step of a schedule they hold ordinary values: a backend that attends to the wrong keys then gives values
+from which ``SPARSE.supposed`` finds the mistake. In all other steps they hold NaN, which finds a kernel that reads them
+and masks them later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..softmax.memory import KV_POOL
 
 
 def _not_selected(schedule: Schedule, step: Step, data: StepData) -> npt.NDArray[np.bool_]:
-    """[L, slots] bool: slots that are to hold NaN, of keys before the step that no row selects."""
+    """[L, slots] bool: slots that must hold NaN, because no row selects their keys, which were stored before the
+    step."""
     if data.allowed is None:
         # The backend selects, so all keys may be attended.
         return np.zeros((schedule.case.layers.count, (schedule.num_pages + 1) * schedule.case.page_size), np.bool_)

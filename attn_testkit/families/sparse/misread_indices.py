@@ -1,7 +1,6 @@
-"""Indices of a selection that are looked up in the wrong way: the slots that rows attend then, and the answer.
-
-Unlike the mistakes of ``family.py``, these read slots of others and attend keys more than once, so the answer is
-computed from what slots of the pool hold. Unowned slots hold zeros then, and all others numbers.
+"""Indices of a selection that are looked up in the wrong way: the slots to which rows attend then, and the answer.
+Unlike the mistakes of ``family.py``, these read slots of others and attend to keys more than once, so the answer is
+computed from the contents of the pool. Unowned slots then hold zeros, and all others finite values.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..family import Answer, Supposition
 from ..softmax.answer import attend_with_limit
 
 _MOST_NUMBERS = 1 << 25
-"""Most numbers of gathered keys for which a mistake is tried: 256 MiB in float64."""
+"""Most elements of gathered keys for which a mistake is tried: 256 MiB in float64."""
 
 _POSITIONS_AS_SLOTS = (
     "indices are used as slots of the pool, but they are positions, which the request table maps to slots"
@@ -28,13 +27,13 @@ _NOT_CLIPPED = (
     "lengths are not clipped to top-k: a row walks as many indices as it has keys, and those after its {topk} are the "
     "next row's"
 )
-_FIRST_KEY = "-1 in a row of `selected` is attended as {name} 0"
-_COUNTED = "a row is taken to have min(top-k, keys) indices, so -1 among them is attended as {name} 0"
+_FIRST_KEY = "-1 in a row of `selected` is attended to as {name} 0"
+_COUNTED = "a row is assumed to have min(top-k, keys) indices, so -1 among them is attended to as {name} 0"
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Tensors that all mistakes about the rows of a step start from."""
+    """Tensors that all mistakes about the rows of a step need."""
 
     selected: torch.Tensor
     """[L, T, topk] int64: as the backend gets it."""
@@ -60,8 +59,8 @@ class _Rows:
 def supposed_of_slots(schedule: Schedule, data: StepData, step: Step) -> Iterator[Supposition]:
     """Answers of backends that look indices up in the wrong way, over a pool whose unowned slots hold zeros.
 
-    A row that reads slots outside the pool has an unknown answer, and its limit is infinite. A row that attends no key
-    has the answer NaN.
+    A row that reads slots outside the pool has an unknown answer, and its limit is infinite. The answer of a row that
+    attends to no key is NaN.
     """
     case, selection = schedule.case, schedule.case.selection
     if selection is None or selection.block > 1 or data.index is not None or data.selected is None:
@@ -82,7 +81,8 @@ def supposed_of_slots(schedule: Schedule, data: StepData, step: Step) -> Iterato
 
 
 def _misread(rows: _Rows, *, branches: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Mistakes, and [L, T, n] int64 slots that are attended then, each as often as it is listed. -1: none; -2: unknown.
+    """Mistakes, and the slots [L, T, n] int64 that are attended to in each, as often as they are listed. -1: none; -2:
+    unknown.
 
     ``branches``: the request table is not ordered by position, so nothing is looked up.
     """
@@ -115,12 +115,12 @@ def _misread(rows: _Rows, *, branches: bool) -> Iterator[tuple[str, torch.Tensor
         for indices in (walked, torch.where(walked == -1, 0, walked)):
             for most in (None,) if rows.slots else limits:
                 found = indices if rows.slots else rows.looked_up(indices.clamp(min=-1), most)
-                # Memory behind the last row is unknown. Rows that stay within their own indices show nothing.
+                # Memory after the last row is unknown. Rows that stay within their own indices show nothing.
                 yield _NOT_CLIPPED.format(topk=topk), found.masked_fill((indices == -2) | (count <= topk), -2)
 
 
 def _walked(selected: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """[L, T, n]: the ``count`` [T, 1] indices from the start of each row on, -3 behind them; -2: behind all rows."""
+    """[L, T, n]: the ``count`` [T, 1] indices from the start of each row on, -3 after them; -2: after all rows."""
     tokens, topk = selected.shape[1:]
     step = torch.arange(int(count.max()))
     at = torch.arange(tokens)[:, None] * topk + step
@@ -129,7 +129,7 @@ def _walked(selected: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def _answer(schedule: Schedule, data: StepData, pool: torch.Tensor, slots: torch.Tensor) -> Answer:
-    """Answer of rows that attend ``slots`` [L, T, n], each row as a request with these keys."""
+    """Answer of rows that attend to ``slots`` [L, T, n], each row as a request with these keys."""
     unknown = ((slots == -2) | (slots >= pool.shape[2])).any(-1)
     slots = slots.masked_fill(unknown[..., None], -1)
     at, bits = slots.clamp(min=0), pool.view(torch.uint8)

@@ -1,1 +1,1 @@
-"""Case-runs from plan to result: the loop over them, the worker's side, the judge's side."""
+"""Case-runs from plan to result: the loop over case-runs, the worker's side and the judge's side."""

@@ -1,7 +1,7 @@
 """Search for an earlier case-run that makes a later one in the same process fail.
 
-A module global or a class attribute outlives an instance. A case-run that is wrong because of it is right when it runs
-by itself, so its repro would pass. The search runs only after a failure.
+A module global or a class attribute outlives an instance. A case-run that fails because of such a leftover passes when
+it runs by itself, so its repro would pass. The search runs only after a failure.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from ...results.finding import Finding
 from ...runner_modes.messages import RunCase
 
 Fails = Callable[[Sequence[RunCase]], bool | None]
-"""Function that is True if the case-run fails in a fresh process after the given ones, in their order. None: they did
-not come to an end there."""
+"""Function that is True if the case-run fails in a fresh process after the given case-runs, in their order. None: they
+did not finish there."""
 MOST_PREDECESSORS = 64
 """A search goes no further back."""
 
 ENOUGH = 2
-"""Failures of one kind, the same checks, that are asked about in a fresh process: it takes as long as a worker's start.
-Later ones are taken to be like them."""
+"""Number of failures of one kind (the same checks) that are repeated in a fresh process, which takes as long as a
+worker's start. Later failures of that kind are assumed to be like these."""
 
 
 @dataclass
 class Afresh:
-    """Results of fresh processes about the failures of a run."""
+    """Results of repeating failures of a run in fresh processes."""
 
     wrong: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """Kind of failure -> how often it was found in a fresh process too."""
+    """Kind of failure -> how often a fresh process failed, too."""
     right: Counter[str] = field(default_factory=Counter)
-    """Backend -> failures that were not."""
+    """Backend -> failures that a fresh process did not have."""
 
     def asks(self, result: CaseResult) -> bool:
-        """Report whether a failure of this kind is asked about."""
+        """Report whether a failure of this kind is repeated in a fresh process."""
         return self.wrong[_kind(result)] < ENOUGH
 
     def searches(self, result: CaseResult) -> bool:
@@ -43,7 +43,7 @@ class Afresh:
         return self.right[result.backend] < ENOUGH
 
     def note(self, result: CaseResult, fails: bool | None) -> None:
-        """Remember whether a failure was found in a fresh process too; None: that was not asked."""
+        """Remember whether a fresh process failed, too; None: the failure was not repeated."""
         if fails:
             self.wrong[_kind(result)] += 1
         elif fails is not None:
@@ -57,10 +57,9 @@ def _kind(result: CaseResult) -> tuple[str, ...]:
 def explained_by_what_was_kept(
     result: CaseResult, before: Sequence[RunCase], fails: Fails, *, search: bool = True
 ) -> CaseResult | None:
-    """Return the result with the earlier case-run that causes it. None if it is wrong in a fresh process too, or if
-    the cause cannot be found.
-
-    ``before``: case-runs of the same process until then. ``search``: look further back than the one before.
+    """Return the result with the earlier case-run that causes it. None if the case-run also fails in a fresh process,
+    or if the cause cannot be found. ``before``: earlier case-runs of the same process. ``search``: look further back
+    than the case-run just before.
     """
     if not before or fails(()) is not False:
         return None
@@ -71,12 +70,12 @@ def explained_by_what_was_kept(
 
 
 def named(request: RunCase) -> str:
-    """The spelling that ``repro --after`` takes: ``eager:CASE``."""
+    """The spelling of a case-run for ``repro --after``: ``eager:CASE``."""
     return f"{request.execution.value}:{request.case}"
 
 
 def _candidates(before: Sequence[RunCase], *, search: bool) -> Iterator[Sequence[RunCase]]:
-    """The one before, the two, the four, ... and all."""
+    """The last earlier case-run, the last two, the last four, ... and all."""
     count = 1
     while True:
         yield before[-count:]

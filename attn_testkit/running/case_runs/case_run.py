@@ -1,4 +1,5 @@
-"""The worker's part of a case-run: run one case on one backend. Inputs come from the case, host copies go out."""
+"""The worker's part of a case-run: run one case on one backend. Inputs come from the case, and the worker sends host
+copies."""
 
 from __future__ import annotations
 
@@ -58,9 +59,9 @@ class CaseRun:
     case: Case
     execution: Execution
     diagnosed: Diagnosed | None = None
-    """Earlier failures: one that is like them is not diagnosed. None: each failure is."""
+    """Earlier failures: a failure that is like one of them is not diagnosed. None: each failure is diagnosed."""
     diagnose_s: float | None = None
-    """Seconds after which the diagnosis begins no further run; None: no limit."""
+    """Seconds after which the diagnosis starts no further run; None: no limit."""
 
 
 @contextmanager
@@ -92,7 +93,8 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
 
 
 def request_to_isolate(case: Case, step: Step) -> int:
-    """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
+    """The request to run by itself, mostly the second longest: it is long enough to be split, but its length is not the
+    batch's maximum."""
     by_length = sorted(_with_rows(step), key=lambda i: -len(step.requests[i].slots))
     return (by_length[:2][-1], by_length[-1], min(by_length), max(by_length))[case.derived("isolated-request")]
 
@@ -102,9 +104,9 @@ def _with_rows(step: Step) -> list[int]:
 
 
 def with_other_requests(case: Case, step: Step) -> list[Step]:
-    """Steps that repeat each request that has rows: one by itself, the others in groups of two, four, eight and so on.
-
-    So most of them cross the batch size at which a backend changes its path (pegainfer #623: more than 32).
+    """Steps that repeat each request that has rows: one request by itself, the others in groups of two, four, eight and
+    so on. So most requests run on both sides of the batch size at which a backend changes its path (pegainfer #623:
+    more than 32).
     """
     alone = request_to_isolate(case, step)
     others, parts = [index for index in _with_rows(step) if index != alone], [only(step, alone)]
@@ -128,7 +130,7 @@ class _CaseRun:
     observed: list[Observation] = field(default_factory=list)
 
     def deliver(self, observed: Observation) -> Observation:
-        """A step is over."""
+        """Record a step that is over."""
         self.observed.append(observed)
         self.stage = max(self.stage, Stage.REPLAYED if observed.replay else Stage.OBSERVED)
         return observed
@@ -161,7 +163,7 @@ def run_case(
 ) -> RunRecord:
     """Run one case on a backend. An exception of the backend becomes a finding and never escapes.
 
-    ``declared``: the capabilities that the judge knows, even if the class answers others by now.
+    ``declared``: the capabilities that the judge knows, even if the class declares others now.
     """
     case = parse_case(request.case)
     schedules = schedules_of(case, request.execution, declared, environment)
@@ -214,9 +216,9 @@ def run_case(
 
 
 def _lost_context(error: BaseException, environment: Environment) -> str:
-    """The reason why the device is unusable for the rest of the process; empty if it is not.
+    """The reason why the device is unusable for the rest of the process; empty if it is usable.
 
-    After an illegal access, a library may only say that it could not begin: ``cublasCreate`` gives
+    After an illegal access, a library may only report that it could not start: ``cublasCreate`` gives
     CUBLAS_STATUS_INTERNAL_ERROR. So the device is asked.
     """
     if context_lost(error):
@@ -231,17 +233,17 @@ def _lost_context(error: BaseException, environment: Environment) -> str:
 
 
 _GIVEN_UP = (
-    "torch.compile runs a function uncompiled, since it recompiled it more often than "
+    "torch.compile runs a function uncompiled, because the function was recompiled more often than "
     "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles shows the reasons"
 )
 _INDEX_BYTES = 132
 """Bytes of an index key and its scale."""
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Under emulated CUDA a KV pool that is mostly unused only reserves address space. A backend that copies the
-pool is right and slow, and uses all of that memory."""
+pool is correct but slow, and uses all of that memory."""
 _BESIDE_WIDE_SCORES = 2 << 30
-"""Bytes, fewer than scores of all columns take: a kernel that is interpreted tile by tile would run for hours on them.
-A backend that stores only columns of keys runs."""
+"""A limit in bytes, below what scores of all columns need: a kernel that is interpreted tile by tile would run for
+hours. A backend that stores only columns of keys stays below it."""
 
 
 def _has_many_states(case: Case) -> bool:
@@ -249,12 +251,12 @@ def _has_many_states(case: Case) -> bool:
 
 
 def _large_memory(case: Case) -> str:
-    """Purpose for which a backend may find no memory in a case, or empty text."""
+    """Name of what may not fit into memory in a case, or empty text."""
     if variant_of(case).pool_elements:
         return "in addition to a KV pool of more than 2^31 elements"
     if _has_many_states(case):
         return "in addition to a pool of states of more than 2^31 elements"
-    return "for scores of more than 2^31 bytes, and what is made of them" if "wide_scores" in case.variants else ""
+    return "for scores of more than 2^31 bytes and what is computed from them" if "wide_scores" in case.variants else ""
 
 
 def _room_for(schedule: Schedule, environment: Environment) -> contextlib.AbstractContextManager[None]:
@@ -367,7 +369,7 @@ def _run_graph(backend_class: type[AttentionBackend], drive: _CaseRun, environme
 def _co_resident(
     backend_class: type[AttentionBackend], drive: _CaseRun, environment: Environment
 ) -> tuple[ServerHarness, Schedule] | None:
-    """Make the co-resident instance of a multi-mode case, and the schedule that it runs."""
+    """Make the co-resident instance of a multi-mode case and its schedule."""
     case = drive.schedules[0].case
     if not case.multi_mode:
         return None
@@ -376,7 +378,7 @@ def _co_resident(
 
 
 def loop_of(case: Case, execution: Execution, declared: Capabilities, environment: Environment) -> Loop | None:
-    """The greedy-equivalence loop of a case; None where none is due."""
+    """The greedy-equivalence loop of a case; None if it has none."""
 
     def here(modes: Set[ForwardMode]) -> set[ForwardMode]:
         return {mode for mode in modes if not missing_here(declared, environment, mode)}
@@ -419,7 +421,8 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> RunRecord:
 def rerun(
     backend_class: type[AttentionBackend], request: Rerun, environment: Environment, declared: Capabilities
 ) -> RunRecord:
-    """Answer a question of the diagnosis on a fresh instance. One that raises has no records: it counts as wrong."""
+    """Answer a question of the diagnosis on a fresh instance. If the instance raises, there are no records, and the
+    answer counts as wrong."""
     schedule = request.schedule
     if request.options.width_at_capture:
         declared = declared.with_changes(server={"takes_unset_width": False})

@@ -1,9 +1,9 @@
-"""Choice of the failures to diagnose: the first of each symptom, because diagnosis takes as long as many case-runs.
+"""Choice of the failures to diagnose: the first of each symptom, because a diagnosis takes as long as many case-runs.
 
 A symptom is what a failure shows before anything is run again. Failures of one symptom mostly have one cause: a backend
-with a single bug fails most of its cases. A later failure of a known symptom is taken to be like the first
-(``CaseResult.like``). One more is diagnosed if its case lacks an option, such as a window, that the first has: its hint
-cannot be about that option, so it names the cause of both.
+with a single bug fails most of its cases. A later failure of a known symptom is assumed to be like the first one
+(``CaseResult.like``). It is still diagnosed if its case lacks an option, such as a window, that the first case has:
+then the hint cannot be about that option, so it names the cause of both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class First:
     name: str
     """``eager:CASE`` or ``graph:CASE``."""
     check: str
-    """Check that it really fails."""
+    """The check that the failure really breaks."""
     options: frozenset[str]
 
 
@@ -42,11 +42,12 @@ class Diagnosed:
 
     _firsts: dict[tuple[str, ...], list[First]] = field(default_factory=dict)
     _eager: dict[tuple[str, str], First] = field(default_factory=dict)
-    """(backend, case) -> the failure that explains its wrong numbers in eager."""
+    """(backend, case) -> the failure that explains the wrong numbers of this case in eager mode."""
     _pending: tuple[tuple[str, ...], First] | None = None
 
     def like(self, backend: str, case: Case, execution: Execution, finding: Finding) -> First | None:
-        """The diagnosed failure whose cause a new one is taken to have. ``finding``: its first, before diagnosis."""
+        """The diagnosed failure whose cause a new failure is assumed to have. ``finding``: the first finding of the new
+        one, before diagnosis."""
         of_eager = self._eager.get((backend, case.id))
         if execution is Execution.GRAPH and of_eager and finding.check in NUMERIC:
             # A graph repeats what is wrong in eager.
@@ -57,7 +58,7 @@ class Diagnosed:
         return known[-1] if known else None
 
     def tells_more(self, backend: str, case: Case, execution: Execution, finding: Finding) -> bool:
-        """Report whether a failure that is like another is diagnosed all the same."""
+        """Report whether a failure that is like another one is still diagnosed."""
         if execution is Execution.GRAPH and (backend, case.id) in self._eager and finding.check in NUMERIC:
             return False
         known = self._firsts.get(self._symptom(backend, case, execution, finding), ())

@@ -1,6 +1,6 @@
-"""Drawing the cases of a tier in several processes, because it is what planning takes its time for: a second in core.
-
-The plan is made once, where the ``Runner`` is. Its lanes have nothing to do until then, so each draws some modes.
+"""Generation of a tier's cases in several processes, because it takes most of the time of planning: a second in core.
+The plan is made once, in the process of the ``Runner``. Until then its lanes have nothing to do, so each generates the
+cases of some modes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .lane_process import LaneProcess
 
 
 def draw_in_lanes(lanes: Sequence[LaneProcess], declared: Capabilities, request: Request) -> None:
-    """Have ``generate`` know the cases of every mode that planning asks for. A lane that is lost costs time only."""
+    """Give ``generate`` the cases of every mode that planning asks for. Losing a lane costs only time."""
     wanted = [*map(ForwardMode, request.modes)] or list(ForwardMode)
     modes = [mode for mode in wanted if any(declared.offers(mode, execution) for execution in Execution)]
     own, *shares = (modes[index :: len(lanes) + 1] for index in range(len(lanes) + 1))

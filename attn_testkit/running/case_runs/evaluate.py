@@ -45,7 +45,7 @@ from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_r
 from .diagnosed import First
 
 Run = Callable[[RunCase | Rerun], RunRecord]
-"""Function that has a worker run something. May raise ``WorkerLost``."""
+"""Function that lets a worker run something. May raise ``WorkerLost``."""
 
 
 @dataclass
@@ -60,11 +60,11 @@ class _Outcome:
     """Check -> steps that failed it, for the diagnosis."""
     passed: list[Observation] = field(default_factory=list)
     not_compared: tuple[str, ...] = ()
-    """Checks of bits that had nothing to compare with."""
+    """Bitwise checks that had nothing to compare with."""
 
 
 def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
-    """Have one case run, evaluate it, and ask for reruns if numbers are wrong. Raises what ``drive`` raises."""
+    """Let one case run, evaluate it, and ask for reruns if numbers are wrong. Raises what ``drive`` raises."""
     item, case, execution = asked.item, asked.case, asked.execution
     environment = planned(plan.device, plan.header.device)
     outcome, seconds = _evaluated(drive, described, case, execution, environment)
@@ -97,8 +97,8 @@ def _diagnosed(
     outcome: _Outcome,
     environment: Environment,
 ) -> tuple[list[Finding], str, bool]:
-    """Findings with as much of their cause as the plan asks for, the earlier failure that they are like, if any, and
-    True if their cause was looked for.
+    """Findings with hints about their cause, if the plan asks for these; the earlier failure that they are like, if
+    any; and True if the kit looked for their cause.
     """
     declared, case, execution, diagnosed = described.declared, asked.case, asked.execution, asked.diagnosed
     found, place = outcome.findings[0], (asked.item.backend, asked.case, asked.execution)
@@ -132,7 +132,7 @@ def _diagnosed(
 
 
 def _mode_of_failure(outcome: _Outcome, first: Finding, case: Case) -> str:
-    """The mode of the step that ``first``, the first finding, is about, if it is not that of the case."""
+    """The mode of the step of ``first``, the first finding, if it is not the mode of the case."""
     steps = outcome.failed.get(first.check, [])
     if steps:
         mode = steps[0].schedule.case.mode.value
@@ -148,7 +148,7 @@ _LABEL_OF_MODE = re.compile(rf"^eager ({_MODES}),|bucket \d+ of ({_MODES})(?=,|$
 
 
 def _alike(outcome: _Outcome, like: First) -> list[Finding]:
-    """Findings that are not looked into: wrong numbers once, under the check of the failure that they are like."""
+    """Findings without a diagnosis: wrong numbers appear once, under the check of the failure that they are like."""
     explained: list[Finding] = []
     for check, finding in _first_of_each_check(outcome.findings).items():
         if check not in NUMERIC:
@@ -176,7 +176,7 @@ def _with_cause(
 
 
 _OF_STRIDES = frozenset({*NUMERIC, "completes", "reads-own-kv", "writes-own-kv"})
-"""Checks that a backend may fail because it reads new k and v by other strides than theirs, or refuses these."""
+"""Checks that a backend may fail because it reads new k and v with wrong strides, or refuses their strides."""
 
 
 def fails(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> bool:
@@ -187,7 +187,7 @@ def fails(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> bool:
 
 
 def _unless_lost(drive: Run) -> Run:
-    """Wrap ``drive`` for questions after a failure: a worker that dies over one has answered that it was wrong."""
+    """Wrap ``drive`` for questions after a failure: if the worker dies, the answer is "wrong"."""
 
     def ask(request: RunCase | Rerun) -> RunRecord:
         try:
@@ -306,7 +306,7 @@ def _missing(
     declared: Capabilities,
     observed: Sequence[Observation],
 ) -> list[Finding]:
-    """Findings for steps that were expected and did not run: a run that ends early without an error does not pass."""
+    """Findings for steps that were expected but did not run: a run that ends early without an error does not pass."""
     seen = [(each.schedule.case.id, each.step.name, each.replay) for each in observed]
     absent = [name for name in _due(schedules, case, execution, declared) if seen.count(name) < 1]
     if not absent:
@@ -376,7 +376,7 @@ _ONE_KEY_IN_SPLITS = "; or a KV split without keys (here all but one) does not g
 def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities) -> list[Finding]:
     """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it).
 
-    With no key at all, and where rows are packed behind the accepted ones, it may. So may rows that no key is left for,
+    With no key at all, and where rows are packed after the accepted ones, it may. So may rows that no key is left for,
     where lengths count the rows themselves and the fill value is less: servers that count so fill in the rows (vLLM's
     ``InputBatch.make_dummy``).
     """
@@ -392,8 +392,8 @@ def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities
             "finite",
             "the warm-up before capture gives NaN or Inf",
             where=f"bucket {schedule.buckets[-1]}, every seq_lens at the fill value {fill}",
-            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written"
-            + _ONE_KEY_IN_SPLITS * (schedule.case.kv_splits not in ("", "whole")),
+            hint="the metadata of the capture do not contain seq_lens (zero keys give 0 / 0), or rows of one key are "
+            "never written" + _ONE_KEY_IN_SPLITS * (schedule.case.kv_splits not in ("", "whole")),
         )
         for schedule in asked[:1]
     ]
@@ -407,7 +407,7 @@ def _left_behind(changed: Sequence[str]) -> list[Finding]:
             "leaves-process-alone",
             f"the backend changed its process and did not restore it: {changed[0]}",
             where="\n".join(changed[:5]),
-            hint="a server shares the process with others: set it for the block that needs it, and restore it",
+            hint="a server shares its process with other code: set it only for the block that needs it, and restore it",
         )
     ]
 
@@ -420,7 +420,8 @@ def _first_of_each_check(findings: Sequence[Finding]) -> dict[str, Finding]:
 
 
 def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Finding]:
-    """One finding per check, wrong numbers under the check that they really fail; with their cause if asked for."""
+    """One finding per check; wrong numbers are listed under the check that they really fail. With hints about the cause
+    if the plan asks for them."""
     explained: list[Finding] = []
     diagnosed = False
     for check, finding in _first_of_each_check(outcome.findings).items():
@@ -437,14 +438,14 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
 
 
 def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, declared: Capabilities) -> Finding:
-    """Put a hint first if a graph is wrong because its capture was not given the width."""
+    """Put a hint first if a graph is wrong because its capture did not get the width."""
     if not declared.server.takes_unset_width or case.mode not in WIDTH_OF:
         return finding
     return _with_hint(finding, blame_unset_width(rerunner, schedule_for(case, declared)))
 
 
 def _with_hint(finding: Finding, why: str) -> Finding:
-    """``why`` before its own hints; it may be empty."""
+    """The finding with ``why`` before its own hints; ``why`` may be empty."""
     return replace(finding, hint="\n".join(filter(None, (why, finding.hint))))
 
 
@@ -452,11 +453,13 @@ def _with_hint_after(finding: Finding, why: str) -> Finding:
     return replace(finding, hint="\n".join(filter(None, (finding.hint, why))))
 
 
-_CUT = "the diagnosis was cut after {:g} s, so a better hint may be missing; the command of repro has no such limit"
+_CUT = (
+    "the diagnosis was stopped after {:g} s, so a better hint may be missing; the command of `repro` has no such limit"
+)
 
 
 def _of_variant(finding: Finding, case: Case) -> Finding:
-    """Add a note on what the server of this case does and other servers do not, if there is any."""
+    """Add a note on a convention of this case's server that other servers do not have, if there is one."""
     if not case.variants:
         return finding
     return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {variant_of(case).about}"))))

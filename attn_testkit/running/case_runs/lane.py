@@ -1,7 +1,6 @@
-"""A lane: owns the worker of a backend, has it run cases, and evaluates what it did, diagnosis included.
-
-It plans nothing. A run with one worker has its lane in the process of the ``Runner``; of several each is a process
-(``lane_process.py``). So outputs cross one pipe, from worker to lane, and results are all that leaves a lane.
+"""A lane owns the worker of a backend, lets it run cases, and evaluates the results, diagnosis included. It plans
+nothing. In a run with one worker, the lane is in the process of the ``Runner``; if there are several, each lane is a
+process (``lane_process.py``). So outputs cross one pipe, from worker to lane, and a lane sends only results.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .evaluate import Run, evaluate_item, fails
 from .worker_slot import WorkerSlot
 
 MOST_PRINTED = 2000
-"""Number of characters that a result keeps of what a backend printed: the last ones."""
+"""Number of characters of a backend's output that a result keeps: the last ones."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class Work:
 
     item: Item
     following: Item | None
-    """The case-run after this one, as far as that is known: begun while the lane evaluates this one."""
+    """The next case-run, if it is known: the worker begins it while the lane evaluates this one."""
     afresh: Afresh
-    """Results of fresh processes about earlier failures, in every lane."""
+    """Results of repeating earlier failures of all lanes in fresh processes."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,20 @@ class Lane:
     """Evaluates one case-run after the other. Used by one thread; another may close it."""
 
     def __init__(self, options: Options, gpu: Gpu = ANY_GPU, alive: Callable[[], None] = lambda: None) -> None:
-        """``alive``: called between two things that take long, to show that it does not hang."""
+        """``alive``: called between two long operations, to show that the lane does not hang."""
         self._options, self._alive = options, alive
         self._slot = WorkerSlot(options, gpu, alive)
         self._trimmer = Trimmer()
         self._begun: tuple[Plan, Work] | None = None
         self._diagnosed = Diagnosed() if options.diagnose == "first" else None
         self.note: Callable[[str], None] = lambda text: None
-        """Called with what a diagnosis does."""
+        """Called with a text about each run of a diagnosis."""
         self._lost = ""
-        """Reason why nothing more runs: the case-run that lost the device's context, of a backend in this process."""
+        """Reason why nothing more runs: the case-run that lost the device's context, if the backend is in this
+        process."""
 
     def start(self, candidate: Candidate, device: str) -> None:
-        """Have the worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
+        """Let the worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
         self._slot.of(candidate, device)
 
     def describe(self, candidate: Candidate, device: str, meanwhile: Callable[[], None] = lambda: None) -> Described:
@@ -85,9 +85,8 @@ class Lane:
             return self._slot.of(candidate, device).describe()
 
     def run(self, plan: Plan, work: Work) -> tuple[CaseResult | Lost, bool | None]:
-        """Run and evaluate one case; of a failure, say whether a fresh process fails too (None: it was not asked).
-
-        Returns whatever the backend or the kit does: ``Lost`` if there was no worker to run it.
+        """Run and evaluate one case. After a failure, report whether a fresh process fails, too (None: not tried).
+        Always returns, whatever the backend or the kit does: ``Lost`` if there was no worker for the case.
         """
         if self._lost:
             return bare_result(work.item, Status.NOT_RUN_HERE, self._lost), None
@@ -135,16 +134,16 @@ class Lane:
             return kit_error(item, f"{type(error).__name__}: {error}\n{trace}"), None
 
     def begin(self, plan: Plan, work: Work) -> None:
-        """Take a case-run, which ``result`` runs: what a lane in another process does meanwhile."""
+        """Accept a case-run, which ``result`` runs; a lane in another process would run it at once."""
         self._begun = plan, work
 
     def result(self) -> tuple[CaseResult | Lost, bool | None]:
-        """Run what was begun, as ``run`` does."""
+        """Run the case-run of ``begin``, as ``run`` does."""
         assert self._begun is not None
         return self.run(*self._begun)
 
     def end(self) -> None:
-        """Nothing: ``close`` need not wait for it."""
+        """Do nothing: ``close`` ends everything at once."""
 
     def close(self) -> None:
         """End every worker."""
@@ -162,8 +161,8 @@ class Lane:
             described = slot.take(candidate, plan.device).describe()
             if other_code(plan.header.sources.get(item.backend, {}), described.source):
                 raise UsageError(
-                    f"{described.source['file']} or a module that it uses is other code than the run was planned for: "
-                    "it was edited meanwhile, or differs on this machine; run everything again"
+                    f"{described.source['file']} or a module that it uses has changed since the run was planned: it "
+                    "was edited meanwhile, or differs on this machine; run everything again"
                 )
             result = evaluate_item(self._noted_drive(item), described, self._to_explain(plan, item), asked)
         except WorkerLost as error:
@@ -186,7 +185,8 @@ class Lane:
         return found, fails
 
     def _noted_drive(self, item: Item) -> Run:
-        """Run by the slot, and say which run of a diagnosis it is: one may take as long as ten case-runs."""
+        """Run something in the slot, and note which run of a diagnosis it is: a diagnosis may take as long as ten
+        case-runs."""
         count = itertools.count(1)
 
         def drive(request: RunCase | Rerun) -> RunRecord:
@@ -197,7 +197,7 @@ class Lane:
         return drive
 
     def _to_explain(self, plan: Plan, item: Item) -> Plan:
-        """The plan, with less to explain if nothing is to be diagnosed."""
+        """The plan, without diagnosis if this failure is not to be diagnosed."""
         if self._options.diagnose != "none" or plan.explains == "nothing":
             return plan
         return replace(plan, explains="check" if item.known else "nothing")
@@ -215,7 +215,7 @@ class Lane:
     def _asked_afresh(
         self, result: CaseResult, plan: Plan, afresh: Afresh, asked: CaseRun, candidate: Candidate
     ) -> tuple[CaseResult, bool | None]:
-        """Say in the result whether an earlier case-run in the same process is the cause of a failure."""
+        """Record in the result whether an earlier case-run in the same process caused the failure."""
         before = self._slot.before
         if result.status not in (Status.FAILED, Status.CRASHED) or not before or not self._options.asks_afresh:
             return result, None
@@ -254,6 +254,6 @@ OF_DRIVER = re.compile(
 """Errors that a process may get for what another one did, if both are clients of one server of MPS."""
 
 _CANNOT_TELL = (
-    "--in-process: the kit cannot find out whether an earlier case-run causes this failure; run without it, or run "
-    "only that case"
+    "--in-process: the kit cannot find out whether an earlier case-run causes this failure; run without --in-process, "
+    "or run only that case"
 )

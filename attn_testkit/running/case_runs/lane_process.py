@@ -1,7 +1,6 @@
-"""A lane in its own process: both ends of the one pipe between it and the ``Runner``.
-
-It is forked from where workers are forked from. Before it holds anything it forks what its own workers are forked from:
-no worker descends from a process that has held an expected value. It meets no candidate.
+"""A lane in its own process: both ends of the pipe between it and the ``Runner``. It is forked from the process from
+which workers are forked. At its start it forks the process from which its own workers are forked, so no worker descends
+from a process that has held an expected value. A lane imports no candidate.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ MODULE = "attn_testkit.running.case_runs.lane_process"
 _GRACE = 5.0
 """Seconds for a lane to end its workers before it is killed."""
 _EVALUATING = 3600.0
-"""Seconds for evaluating one answer of a worker, far above what any takes."""
+"""Time limit in seconds for evaluating one answer of a worker, far above the longest evaluation."""
 _HEAD_START = 0.5
 """Seconds that the first worker of a run has the device to itself: one makes its context in 0.2 s, and one among 14 in
 1.7 s (H100), for which the plan would wait. An import that takes longer is begun by the others then."""
 _ALIVE = None
-"""Sign of life, sent between two things that take long: only a lane that sends nothing hangs."""
+"""Sign of life that is sent between two long operations: a lane that sends nothing hangs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class LaneProcess:
         """Called with what a diagnosis does there."""
 
     def start(self, candidate: Candidate, device: str) -> None:
-        """Have its worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
+        """Let its worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
         self._tell("start", candidate, device)
 
     def describe(self, candidate: Candidate, device: str, meanwhile: Callable[[], None] = lambda: None) -> Described:
@@ -100,7 +99,7 @@ class LaneProcess:
         return described
 
     def draw(self, declared: Capabilities, modes: Sequence[ForwardMode], tier: str, seed: int) -> bool:
-        """Have it draw the cases of some modes, for ``drawn``; returns whether it does."""
+        """Let the lane generate the cases of some modes, for ``drawn``; returns whether it does."""
         try:
             self._tell("draw", declared, tuple(modes), tier, seed)
         except WorkerStartError:
@@ -118,7 +117,7 @@ class LaneProcess:
         return cases
 
     def begin(self, plan: Plan, work: Work) -> None:
-        """Give it a case-run; ``result`` has what comes of it."""
+        """Give the lane a case-run; ``result`` returns its result."""
         self._item, self._failed = work.item, ""
         known = plan is self._plan and self.child is not None and not self.child.ended
         try:
@@ -129,10 +128,8 @@ class LaneProcess:
             self._plan = plan
 
     def result(self) -> tuple[CaseResult | Lost, bool | None] | None:
-        """Return what ``Lane.run`` returned there, or would if its process had not died; None: the lane is alive, and
-        not through.
-
-        A process that hangs costs this case-run. Called for lanes that ``ready`` returns.
+        """Return what ``Lane.run`` returned there, or ``Lost`` if the process died. None: the lane is alive and has not
+        finished. A process that hangs loses this case-run. Called for lanes that ``ready`` returns.
         """
         assert self._item is not None
         if self._failed:
@@ -140,14 +137,14 @@ class LaneProcess:
         try:
             answer: tuple[CaseResult | Lost, bool | None] | None = self._answer()
         except ChildLost as error:
-            how = f"the lane, which evaluates what its worker did: {error.reason}"
+            how = f"the lane, which evaluates results of its worker: {error.reason}"
             # One that hangs has taken an hour.
             return Lost(how) if error.status is Status.CRASHED else kit_error(self._item, how), None
         return answer
 
     @property
     def is_through(self) -> bool:
-        """Report whether nothing more will come of what it has begun."""
+        """Report whether the case-run that was begun has finished."""
         return bool(self._failed) or self.child is None or self.child.ended
 
     def end(self) -> None:
@@ -162,7 +159,7 @@ class LaneProcess:
             self.child.close()
 
     def _tell(self, *message: object) -> None:
-        """Have the process do something. Raises ``WorkerStartError`` where there is none, and none can be started."""
+        """Let the process do something. Raises ``WorkerStartError`` if there is no process and none can be started."""
         try:
             if self.child is None or self.child.ended:
                 self._started = False
@@ -173,7 +170,7 @@ class LaneProcess:
         except (OSError, EOFError) as error:
             raise WorkerStartError(f"no process could be started: {error}") from error
         except ChildLost as error:
-            raise WorkerStartError(f"a lane ended while nobody asked it anything: {error.reason}") from error
+            raise WorkerStartError(f"a lane ended while it was idle: {error.reason}") from error
 
     def _answer(self) -> Any:
         """Return its next message. Raises ``ChildLost``."""
@@ -192,7 +189,7 @@ class LaneProcess:
 
 
 def _is_silent(connection: Connection, until: float) -> bool:
-    """Wait for a message until then, and report whether none came."""
+    """Wait for a message until a time, and report whether none came."""
     try:
         return not connection.poll(max(0.0, until - time.monotonic()))
     except OSError:  # another thread has closed it
@@ -200,7 +197,7 @@ def _is_silent(connection: Connection, until: float) -> bool:
 
 
 def ready(lanes: Sequence[LaneProcess]) -> list[LaneProcess]:
-    """Wait until a busy lane has sent something, or never will, and return all of these."""
+    """Wait until a busy lane has sent something or cannot send any more, and return all such lanes."""
     if through := [lane for lane in lanes if lane.is_through]:
         return through
     said = {lane.child.connection: lane for lane in lanes if lane.child}

@@ -1,7 +1,6 @@
-"""The only loop over case-runs: items in, results out, whatever the backends do. No printing, no pytest.
-
-It hands case-runs to lanes and takes their results. A lane has at most one worker, and a worker has one backend for all
-its life.
+"""The only loop over case-runs: it turns items into results, whatever the backends do. It does not print, and does not
+use pytest. It passes case-runs to lanes and collects their results. A lane has at most one worker, and a worker has one
+backend for all its life.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Runner:
     """
 
     def __init__(self, options: Options | None = None, *, apart: bool = False) -> None:
-        """``apart``: one lane is a process too, as several are: for runners in several threads of one process."""
+        """``apart``: a single lane is also a separate process, for runners in several threads of one process."""
         self.options = options or Options()
         self._apart = not self.options.in_process and (apart or self.options.jobs > 1)
         if self.options.in_process:
@@ -58,13 +57,13 @@ class Runner:
         self._sharing: Sharing | None = None
         self._begun = time.monotonic() - self.options.spent_s
         self.note: Callable[[str], None] = lambda text: None
-        """Called with what goes on between two results, such as a diagnosis."""
+        """Called with a text about what happens between two results, such as a diagnosis."""
         self.begun: Callable[[Item], None] = lambda item: None
-        """Called with each case-run that is handed to a lane."""
+        """Called with each case-run that is passed to a lane."""
         self._closed = False
 
     def plan(self, request: Request) -> Plan:
-        """Decide what to run. Imports every backend, in a process each. Raises ``UsageError``."""
+        """Decide what to run. Imports every backend, each in its own process. Raises ``UsageError``."""
         self._share(request.device)
         self._start_first(request)
         resolve(request.device).prepare_process()
@@ -90,7 +89,7 @@ class Runner:
             self._sharing = begin_sharing(options.mps, options.jobs, options.gpus, device, os.environ)
 
     def _capabilities_for(self, candidate: Candidate, request: Request) -> Capabilities:
-        """Return what it declares. The other workers of the run import it while the plan is made."""
+        """Return what a backend declares. The other workers of the run import the backend while the plan is made."""
         alone = len(request.candidates) == 1 and not request.cases and not self.options.in_process
         several = alone and self.options.jobs > 1
         declared = self.declared(
@@ -102,8 +101,8 @@ class Runner:
         return declared
 
     def _start_first(self, request: Request) -> None:
-        """Have the first worker import its backend. It asks a driver for its device while this process does, which
-        takes a second or two where there are several GPUs.
+        """Let the first worker import its backend. Meanwhile this process queries the driver for its device, which
+        takes a second or two if there are several GPUs.
         """
         first = next(iter(request.candidates), None)
         if first is None or first in self._described or self.options.in_process:
@@ -138,7 +137,8 @@ class Runner:
         return self._described[candidate].declared
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
-        """(what it declares in one line, why it cannot be imported) of each, one of them empty."""
+        """Pairs for each backend: one line with what it declares, and the reason why it cannot be imported. One of the
+        two is empty."""
         found = []
         resolve(device).prepare_process()
         for spec in specs:
@@ -155,8 +155,8 @@ class Runner:
     def run(self, plan: Plan, items: Sequence[Item], *, ahead: bool = True) -> Generator[CaseResult, None, None]:
         """Results as they come, one for each item. Closing the generator ends what is running.
 
-        ``ahead``: whether the next case-run is begun while the one before is evaluated, or looked at by the caller. A
-        case-run in whose middle a process of the kit ended is run once more.
+        ``ahead``: whether the next case-run begins while the previous one is evaluated, or while the caller uses its
+        result. A case-run that was interrupted by the end of one of the kit's processes runs once more.
         """
         waiting = deque(_groups(items))
         count = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
@@ -238,16 +238,15 @@ class Runner:
 
 
 def _ready(busy: Sequence[Lane | LaneProcess]) -> Sequence[Lane | LaneProcess]:
-    """Return those whose result can be asked for; of lanes in this process, any."""
+    """Return the lanes whose result can be asked for; of lanes in this process, any one."""
     apart = [lane for lane in busy if isinstance(lane, LaneProcess)]
     return ready(apart) if apart else busy
 
 
 def _with_next(waiting: deque[_Group], lanes: int) -> Iterator[tuple[Item, Item | None]]:
-    """Yield the items of one lane, each with the one after it as far as that is known.
-
-    A lane takes its next group while it is busy with the last item of one, so that its worker need not wait. Not
-    where few are left: another lane may be free sooner.
+    """Yield the items of one lane, each with the next one if it is known. A lane gets its next group while it is busy
+    with the last item of the previous group, so that its worker does not wait. It does not do so if few groups are
+    left, because another lane may be free sooner.
     """
     group = _taken(waiting)
     while group:

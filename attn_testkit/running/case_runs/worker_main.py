@@ -1,4 +1,5 @@
-"""The child's side: imports one backend, runs it as asked, and sends back host copies. It evaluates nothing."""
+"""The worker's side of the pipe: it imports one backend, runs it as asked, and sends host copies back. It evaluates
+nothing."""
 
 from __future__ import annotations
 
@@ -46,14 +47,14 @@ _FIRST_SEEN_AT_IMPORT = ("environment variables", "signal handlers", "the curren
 
 
 class LocalWorker:
-    """A backend in this process: of the worker, or with ``--in-process`` of the judge."""
+    """A backend in this process, which is the worker, or with ``--in-process`` the judge."""
 
     def __init__(self, candidate: Candidate, device: str) -> None:
-        """Raises ``UsageError`` when the backend cannot be imported."""
+        """Raises ``UsageError`` if the backend cannot be imported."""
         self.candidate = candidate
         self.ended = False
         self.printed = ""
-        """Empty: it prints to where this process does."""
+        """Empty: the backend prints to the output of this process."""
         self.history: list[RunCase] = []
         """Case-runs that this worker has run."""
         self.environment: Environment = resolve(device)
@@ -89,7 +90,7 @@ class LocalWorker:
             raise UsageError(f"backend {candidate.spec!r}: {stale}; remove its __pycache__")
         source = tested_file(self.backend_class)
         if source.get("file", "").endswith(".pyc"):
-            notes = (*notes, f"{source['file']} is byte code without a source: nobody can read what was tested")
+            notes = (*notes, f"{source['file']} is byte code without source code, so nobody can read what was tested")
         self.described = Described(declared, changed, tuple(broken.items()), notes, source)
         self._told = len(self._servers.reported)
 
@@ -142,22 +143,22 @@ class LocalWorker:
         return (*changed, *self._running.left())
 
     def ahead(self, request: RunCase) -> None:
-        """Nothing: there is no other process to work meanwhile."""
+        """Do nothing: there is no other process that could work meanwhile."""
 
     def last_words(self) -> str:
-        """Nothing: what it prints is on the terminal."""
+        """Empty: the output of the backend is already on the terminal."""
         return ""
 
     def close(self) -> None:
-        """Remove what was watched. No process has to end."""
+        """Stop watching this process. No process has to end."""
         self._launches.remove()
         self._servers.remove()
         self.ended = True
 
 
 def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capabilities:
-    """The capabilities as the judge reads them. The worker uses the same, even if the class answers others the next
-    time."""
+    """The capabilities as the judge reads them. The worker uses the same ones, even if the class declares others the
+    next time."""
     try:
         described = read(pickle.dumps(Described(backend_class.capabilities)))
     except Exception as error:
@@ -170,7 +171,7 @@ def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capab
 
 
 def _packages() -> frozenset[str]:
-    """Top-level packages that are imported, but for Python's own and those that are always there."""
+    """Top-level packages that are imported, except Python's own and the ones that are always imported."""
     found = {name.partition(".")[0] for name in list(sys.modules)} - sys.stdlib_module_names - _ALWAYS_THERE
     # A package by its size, which torch imports where it is first asked for.
     return frozenset(found | {"torch._dynamo"} if "torch._dynamo" in sys.modules else found)
@@ -229,7 +230,7 @@ def serve(
 
 
 def _patience(seconds: float) -> float:
-    """Shortly before the judge gives up, say where it hangs."""
+    """Shortly before the judge's time limit, print where the backend hangs."""
     return max(seconds - 0.5, seconds * 0.7)
 
 
@@ -241,7 +242,7 @@ def _answer(worker: LocalWorker, request: RunCase | Rerun) -> RunRecord | str:
 
 
 def given_up(error: Exception) -> RunRecord | str:
-    """The answer where the harness raised: a device that is full is nobody's fault, anything else is the kit's."""
+    """The answer after the harness raised: a full device is nobody's fault, and anything else is the kit's fault."""
     if others := filled_by_others(error):
         return RunRecord(not_here=others)
     if full := device_full(error):

@@ -1,4 +1,4 @@
-"""The worker of a lane: which one it is, what it ran before, and what it begins while the lane evaluates."""
+"""The worker of a lane, what it ran before, and what it begins while the lane evaluates."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .worker_main import LocalWorker
 
 
 class WorkerSlot:
-    """Has at most one worker, of one backend: replaced when it ended, or when another backend is due.
+    """Has at most one worker, for one backend. The worker is replaced if it has ended, or if another backend is next.
 
     Used by one thread; another may close it.
     """
 
     def __init__(self, options: Options, gpu: Gpu, alive: Callable[[], None]) -> None:
-        """Call ``alive`` before everything that may take long beyond the case-run that was asked for."""
+        """``alive`` is called before everything that may take long in addition to the requested case-run."""
         self._options, self._gpu, self._alive = options, gpu, alive
         self._first = [named_request(name) for name in options.after]
         self._worker: Worker | LocalWorker | None = None
         self._device = "auto"
         self._open: list[Worker | LocalWorker] = []
-        """Every worker that has not ended: this one, and one that was made to ask again in a fresh process."""
+        """Every worker that has not ended: the lane's, and one that repeats a failure in a fresh process."""
         self._closed = False
         self.next: RunCase | None = None
-        """Case-run of the same backend after this one: begun while the lane evaluates."""
+        """Next case-run of the same backend: the worker begins it while the lane evaluates."""
         self.printed = ""
         """Output that the backend printed in the last case-run."""
         self.before: tuple[RunCase, ...] | None = None
-        """History of the worker before the first case that it was asked for since this was None."""
+        """History of the worker before the first case that was requested since this attribute was None."""
         self.fault = ""
         """The end of a worker that shared its GPU by MPS, in words, since this was empty."""
 
@@ -50,7 +50,7 @@ class WorkerSlot:
         self._leave()
 
     def of(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
-        """A worker of this backend that lives. It imports the backend, and nobody waits for that here."""
+        """A live worker of this backend. It imports the backend, and this call does not wait for it."""
         worker = self._worker
         if worker is None or worker.ended or worker.candidate != candidate:
             self._leave()
@@ -59,7 +59,7 @@ class WorkerSlot:
         return worker
 
     def take(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
-        """A live worker of this backend, which has run what every new process runs first."""
+        """A live worker of this backend. It has already run what every new process runs first."""
         worker = self.of(candidate, device)
         for request in () if worker.history else self._first:
             worker.history.append(request)
@@ -68,17 +68,16 @@ class WorkerSlot:
         return worker
 
     def turn_to(self, case: Case) -> None:
-        """End the worker if this case must not follow what it has run.
-
-        A process would go from inference_mode back to no_grad, which no server does: a tensor that a module made under
-        the one and keeps cannot be used under the other.
+        """End the worker if this case must not follow what it has run. The process would go from inference_mode back to
+        no_grad, which no server does: a tensor that a module made in inference_mode and keeps cannot be used under
+        no_grad.
         """
         worker = self._worker
         if isinstance(worker, Worker) and not case.inference_mode and any(map(_under_inference_mode, worker.history)):
             worker.close()
 
     def drive(self, request: RunCase | Rerun) -> RunRecord:
-        """Have the backend run something, by another worker if the one before has ended. Raises ``WorkerLost``."""
+        """Let the backend run something, in a new worker if the previous one has ended. Raises ``WorkerLost``."""
         if isinstance(request, Rerun):
             self._alive()
         worker = self._again()
@@ -121,7 +120,7 @@ class WorkerSlot:
         return self._worker.last_words() if self._worker else ""
 
     def close(self) -> None:
-        """End every worker, also one that is being made; this slot makes no further ones that live."""
+        """End every worker, also one that is just starting. Workers that this slot starts later end at once."""
         self._closed = True
         for worker in list(self._open):
             worker.close()
@@ -159,7 +158,7 @@ class WorkerSlot:
             self._worker = None
 
     def _note(self, request: RunCase | Rerun) -> None:
-        """Keep in mind what a worker runs, and what came before."""
+        """Remember what a worker runs, and what it ran before."""
         assert self._worker is not None
         history = self._worker.history
         if not isinstance(request, RunCase):
@@ -172,7 +171,7 @@ class WorkerSlot:
 
 
 def named_request(name: str) -> RunCase:
-    """Read what ``repro --after`` takes: ``eager:CASE``."""
+    """Read the argument of ``repro --after``: ``eager:CASE``."""
     execution, _, case = name.partition(":")
     return RunCase(case, Execution(execution))
 

@@ -1,1 +1,2 @@
-"""Hygiene of a backend's process: its state is compared, sealed and restored. Knows no plan and no other process."""
+"""Hygiene of a backend's process: its state is compared, sealed and restored. The package imports neither plans nor
+other processes."""

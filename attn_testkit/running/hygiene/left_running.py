@@ -1,7 +1,8 @@
 """Threads and child processes that a case-run started and that outlive the instance they were started for.
 
 A package may keep threads for itself: a pool that compiles kernels, a helper of a vendor's library, an idle executor.
-So a thread counts only if it runs code of the backend's own package, and a child only if it is not a known one.
+So a thread counts only if it runs code of the backend's own package, and a child process only if it is not a known
+helper.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _GRACE = 0.5
-"""Seconds for what is about to end."""
+"""Seconds to wait for threads and processes that are about to end."""
 _POOLS = (
     "torch/_inductor/",
     "torch._inductor",
@@ -29,11 +30,11 @@ _POOLS = (
     "sccache",
     "ccache",
 )
-"""Parts of the command lines of children that compilers of kernels and Python keep."""
+"""Parts of the command lines of child processes that kernel compilers and Python keep."""
 
 
 class Running:
-    """The threads and children of this process at one moment; what is new later is looked at."""
+    """The threads and child processes at one moment, with which later ones are compared."""
 
     def __init__(self, package: str) -> None:
         """``package``: top-level package or module of the backend."""
@@ -42,7 +43,7 @@ class Running:
         self._children = set(_children())
 
     def left(self) -> list[str]:
-        """Sentences about what still runs and should not. Costs two microseconds if nothing is new."""
+        """Sentences about threads and processes that should have ended. Costs two microseconds if nothing is new."""
         if not (self._new_threads() or self._new_children()):
             return []
         # An instance may hang in a circle, and end its threads where it is collected.
@@ -110,7 +111,7 @@ def _living() -> Iterator[tuple[int, str]]:
 
 
 def _command_line(pid: int) -> str:
-    """Empty for a process that ends meanwhile: others in the list are looked at all the same."""
+    """The command line of a process; empty if the process ends meanwhile."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:

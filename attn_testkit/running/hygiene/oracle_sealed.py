@@ -1,4 +1,5 @@
-"""No oracle in a worker: the right answer is the judge's, and one import away in any process that has the kit."""
+"""No oracle in a worker: only the judge may compute the right answer, and any process with the kit could import the
+oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def _sealed(*_: Any, **__: Any) -> NoReturn:
 
 
 def seal_oracle() -> None:
-    """Make every function of the oracle and of the families' answers raise here, also in code that holds one."""
+    """Make every function of the oracle and of the families' answers raise in this process, also for code that holds a
+    reference."""
     for name, module in list(sys.modules.items()):
         if name.startswith((_EXPECTED, *_sealed_packages())) and name not in _open_modules():
             for function in map(inspect.unwrap, filter(callable, list(vars(module).values()))):
@@ -32,13 +34,13 @@ def seal_oracle() -> None:
 
 
 def _sealed_packages() -> set[str]:
-    """Packages of the kit that answers are computed in."""
+    """Packages of the kit in which answers are computed."""
     modules = {family.answer.__module__ for family in FAMILIES.values()}
     return {module.rpartition(".")[0] + "." for module in modules if module.startswith(_KIT)}
 
 
 def _open_modules() -> set[str]:
-    """Modules of what a worker needs of a family."""
+    """Modules of a family that a worker needs."""
     asked = (
         (
             family.layers,

@@ -1,8 +1,8 @@
 """A worker that imports modules from other files than their own, and notes which lines each case-run executes.
 
-Mutants need it: a backend with one small change, and no file in its package. Code is compiled under the name of the
-file that it was read from, so that Triton, which reads the source of a function, gets the text that runs. A module
-keeps its own ``__file__``, so that it finds the files next to it.
+Mutation tests need it: a mutant is a backend with one small change, and no file of its package has that change. Code is
+compiled under the name of the file that it was read from, so that Triton, which reads the source of a function, gets
+the text that runs. A module keeps its original ``__file__``, so that it finds the files next to it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class OtherSources:
     instead: tuple[tuple[str, str], ...] = ()
     """(module, file that holds its text)."""
     located: tuple[str, ...] = ()
-    """Modules whose own files are noted, in addition to that of the class."""
+    """Modules whose own files are noted, in addition to the module of the class."""
     notes: str = ""
     """Folder in which each worker has a file, with a line of JSON for the import and for each case-run; empty: none."""
     memory: int = 0
-    """Bytes of address space that the process may take beyond what it has; 0: as many as there are. A changed number
-    may be the size of a tensor."""
+    """Bytes of address space that the process may add to its present size; 0: no limit. A mutated number may be the
+    size of a tensor."""
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -67,7 +67,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def use_other_sources(sources: OtherSources) -> Notes | None:
-    """Prepare this process; ``Notes`` where they are asked for. Raises ``UsageError`` for a module that is imported."""
+    """Prepare this process; returns ``Notes`` if they are asked for. Raises ``UsageError`` for a module that is
+    imported already."""
     asked = [*(module for module, _ in sources.instead), *sources.located]
     early = [module for module in asked if module in sys.modules and module not in sys.stdlib_module_names]
     if early:
@@ -99,7 +100,8 @@ class Notes:
             sys.settrace(self._called)
 
     def imported(self, module: str) -> None:
-        """Note where the modules lie, and the lines that ran where they were imported. ``module``: of the class."""
+        """Note the files of the modules, and the lines that ran during their import. ``module``: the module of the
+        class."""
         files: dict[str, str] = {}
         for name in (module, *self._sources.located):
             try:

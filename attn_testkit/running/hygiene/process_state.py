@@ -1,8 +1,8 @@
 """State of a process that a backend may not change: compared before and after each case-run, then restored.
 
-A server runs many components in one process. One that leaves float64 as the default dtype, a reseeded generator or a
-replaced function behind breaks the others, and here it could change what the kit observes. The comparison runs after
-every case-run, so it is one pass over plain lists if nothing changed.
+A server runs many components in one process. A backend that leaves float64 as the default dtype, a reseeded generator
+or a replaced function breaks the others, and in this process it could change the observations. The comparison runs
+after every case-run, so it is one pass over plain lists if nothing changed.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class ProcessState:
     values: Mapping[str, Any]
     """Name of a setting -> its value; compared with ``==``."""
     owners: Mapping[str, tuple[Any, dict[str, Any]]]
-    """Name of a module or class -> (itself, its attributes then), of torch and of the kit; compared by identity."""
+    """Name of a module or class of torch or the kit -> (itself, its attributes at that time); compared by identity."""
     tables: Mapping[str, tuple[dict[Any, Any], dict[Any, Any]]]
     """Dicts of the kit with their contents: ``DRIVERS[mode] = ...`` replaces no attribute."""
     views: tuple[ValuesView[Any], ...] = field(repr=False)
-    """The values of every owner and table as they are at any time, in the order in which their names first appeared."""
+    """Live views of the values of every owner and table, in the order in which their names first appeared."""
     seen: list[Any] = field(repr=False)
-    """Values when they were last looked at one by one."""
+    """Values when they were last compared one by one."""
 
 
 _taken: list[tuple[dict[str, ModuleType], ProcessState]] = []
-"""The state that was taken last, as it was then, with the modules that were watched. A list, as this module is one."""
+"""The last state that was taken, with the modules that were watched: a list, because this module is one of them."""
 
 
 def _modules() -> dict[str, ModuleType]:
-    """Modules whose attributes are watched: of torch the public ones, of the kit all but backends."""
+    """Modules whose attributes are watched: the public modules of torch, and all modules of the kit except backends."""
     of_torch = {name: sys.modules[name] for name in _TORCH if name in sys.modules}
     of_kit = {
         name: module
@@ -64,7 +64,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _owners(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
-    """Modules and their classes, of torch a few."""
+    """The modules and their classes; of torch only a few."""
     watched: dict[str, Any] = {name: module for name, module in modules.items() if not is_of_kit(name)}
     watched |= {f"torch.{'' if cls is torch.Tensor else 'cuda.'}{cls.__qualname__}": cls for cls in _CLASSES}
     for name, module in modules.items():
@@ -107,9 +107,8 @@ def _all_of(modules: Mapping[str, ModuleType]) -> ProcessState:
 
 
 def unchanged(state: ProcessState) -> bool:
-    """Return True only if everything is as it was, in a tenth of the time of ``changes``. False is not a finding yet.
-
-    It is called after every case-run.
+    """Return True only if everything is as it was, in a tenth of the time of ``changes``. False does not mean a
+    finding. The method is called after every case-run.
     """
     return all(setting.read() == state.values[setting.name] for setting in SETTINGS) and _nothing_replaced(state)
 
@@ -124,8 +123,8 @@ _GONE = object()
 
 
 def changes(before: ProcessState, *, skip: tuple[str, ...] = (), of_kit: bool = True) -> list[str]:
-    """Sentences about what is different now. ``skip``: settings that may differ. ``of_kit``: also of the kit's own
-    modules.
+    """Sentences about everything that is different now. ``skip``: settings that may differ. ``of_kit``: compare the
+    kit's own modules, too.
     """
     found = []
     for setting in SETTINGS:
@@ -149,17 +148,16 @@ def changes(before: ProcessState, *, skip: tuple[str, ...] = (), of_kit: bool = 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Changes that are nobody's failure."""
+    """Changes that do not count as a failure."""
 
     values: Mapping[str, Any]
     """Name of a setting -> its value."""
     attributes: tuple[tuple[str, str, Any], ...]
-    """(module or class of torch, name of an attribute, what it is)."""
+    """(module or class of torch, name of an attribute, its value)."""
 
     def into(self, state: ProcessState) -> ProcessState:
-        """``state`` as if it had been taken with these changes, as far as they are still in force.
-
-        A function that was replaced while CUDA was emulated is torch's own again when it no longer is.
+        """``state`` as if it had been taken with these changes, as far as they are still in force. A function that was
+        replaced while CUDA was emulated is torch's own again after the emulation.
         """
         now = {setting.name: setting.read() for setting in SETTINGS if setting.name in self.values}
         held = {name: value for name, value in self.values.items() if now[name] == value}
@@ -180,7 +178,7 @@ def accepted(before: ProcessState, *, skip: tuple[str, ...] = ()) -> Accepted:
 
 
 def _alike(now: Any, was: dict[str, Any]) -> bool:
-    """True if every value is the same object; compared at the speed of C, since there are thousands."""
+    """True if every value is the same object; compared in C, since there are thousands."""
     return all(map(operator.is_, map(now.get, was, itertools.repeat(_GONE)), was.values()))
 
 
@@ -217,7 +215,7 @@ _TORCH_FILES = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def restore(before: ProcessState, *, skip: tuple[str, ...] = ()) -> None:
-    """Restore what can be restored, so that the traces of one case-run are not found in the next.
+    """Restore what can be restored, so that changes by one case-run do not reach the next.
 
     ``skip``: settings that may differ.
     """

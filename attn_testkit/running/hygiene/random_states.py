@@ -1,10 +1,9 @@
-"""Generators of random numbers that belong to the whole process, and what may happen to them.
+"""Random generators of the whole process, and the changes that are allowed. A backend may draw from them: a server's
+sampling then continues from another state and is as random. A backend must not seed or reset them: numbers would
+repeat, and ranks that must draw the same numbers would no longer agree.
 
-A backend may draw from them: a server's sampling goes on from another place, and is as random. It may not seed or
-reset them: numbers would then repeat, and ranks that must draw the same ones would no longer agree.
-
-torch, numpy and Python all keep a Mersenne twister: 624 words, and how many of them are drawn. The state after 624
-draws follows from the words, so a state that came from draws can be distinguished from one that was set.
+torch, numpy and Python all keep a Mersenne twister: 624 words, and the number of words that are drawn. The state after
+624 draws follows from the words, so a state that came from draws can be distinguished from one that was set.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _WORDS = 624
 MOST_DRAWN = 4096 * _WORDS
-"""32-bit numbers: of a state that is further on nothing is known. Looking so far takes 0.2 s, where a state changed."""
+"""Number of 32-bit draws that are searched; a state further on counts as unknown. The search takes 0.2 s if a state
+changed."""
 
 
 class _Twister(NamedTuple):
@@ -84,7 +84,7 @@ _KINDS: dict[str, Callable[[Any], _Twister]] = {
 
 
 def reseeded(name: str, was: Any, now: Any) -> str:
-    """A sentence about a state that changed other than by draws; empty if it did not."""
+    """A sentence about a state that changed in another way than by draws; empty if it did not."""
     if name == "torch's random state":
         seeds = tuple(int.from_bytes(state[:8], "little") for state in (was, now))
         if seeds[0] != seeds[1]:

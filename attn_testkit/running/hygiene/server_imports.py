@@ -1,8 +1,7 @@
-"""Changes that the import of a server makes to a process. They are the server's, not a failure of a backend class.
-
-vLLM switches cuDNN's attention off where ``vllm.platforms.cuda`` is imported. A server's process is like that before
-any backend is made, so the change stays, and the header of the run lists it. The same change by a backend while it runs
-stays a failure.
+"""Changes that the import of a server makes to a process. Such changes belong to the server and are not a failure of a
+backend class. For example, vLLM disables cuDNN's attention when ``vllm.platforms.cuda`` is imported. A server's process
+is in that state before any backend is constructed, so the change stays, and the header of the run lists it. The same
+change by a backend while it runs stays a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .process_state import Accepted, ProcessState, accepted, changes, take_state
 
 
 class ServerImports(importlib.abc.MetaPathFinder):
-    """Watches imports of servers and those that a bridge makes, at its own import or later.
+    """Watches imports of servers, and imports by a bridge, during its own import or later.
 
     An import inside another one belongs to the outer one.
     """
@@ -30,7 +29,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
         that may differ.
         """
         self.reported: list[str] = []
-        """``importing vllm.x changed the process: ...``, a line for each import that did."""
+        """A line ``importing vllm.x changed the process: ...`` for each import that did."""
         own = spec.partition(":")[0].partition(".")[0]
         self._skip, self._never = skip, {*CODE, *({own} - set(bridges()))}
         self._state: ProcessState | None = None
@@ -47,7 +46,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
 
     def accept_into(self, state: ProcessState) -> ProcessState:
-        """``state`` with what imports have changed since this was asked last and what is still in force."""
+        """``state`` with the changes by imports since the last call that are still in force."""
         for each in self._accepted:
             state = each.into(state)
         self._accepted.clear()
@@ -56,7 +55,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that others find, with a loader that looks at the process before and after."""
+        """The spec of the other finders, with a loader that compares the process before and after."""
         if self._inside or not self._is_watched(name):
             return None
         for finder in list(sys.meta_path):
@@ -73,7 +72,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
         return top not in self._never and (top in bridges() or _bridge_asks(sys._getframe(2)))
 
     def run(self, loader: Any, module: ModuleType) -> None:
-        """Execute a module, and keep what that changed."""
+        """Execute a module, and keep the changes that this caused."""
         if self._inside:
             loader.exec_module(module)
             return
@@ -103,7 +102,7 @@ def _bridge_asks(frame: FrameType | None) -> bool:
 
 
 class _Watching(importlib.abc.Loader):
-    """A module's own loader, which it has for itself once it is executed."""
+    """A module's own loader, which replaces this one once the module is executed."""
 
     def __init__(self, loader: Any, watch: ServerImports) -> None:
         self._loader, self._watch = loader, watch

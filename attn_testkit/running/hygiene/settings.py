@@ -1,4 +1,4 @@
-"""Settings that belong to a whole process: how each is read, restored, and named."""
+"""Settings that belong to a whole process: functions that read, restore and name each of them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .random_states import (
 )
 
 _JIT_VARIABLES = {
-    "TRITON_": "Inductor and Triton: where compiled kernels lie",
-    "TORCH": "Inductor: where its cache lies; torch.utils.cpp_extension: for which devices it compiles",
+    "TRITON_": "Inductor and Triton: where compiled kernels are stored",
+    "TORCH": "Inductor: where its cache is stored; torch.utils.cpp_extension: for which devices it compiles",
     "_TORCHINDUCTOR_": "Inductor: addresses of functions that its C++ code calls",
-    "FLASHINFER_": "FlashInfer: where compiled kernels lie",
-    "CUDA_": "builds of extensions: where CUDA lies",
+    "FLASHINFER_": "FlashInfer: where compiled kernels are stored",
+    "CUDA_": "builds of extensions: where CUDA is installed",
     "NVCC_": "builds of extensions: flags",
     "KINETO_": "torch's profiler, which tuners start",
     "TVM_": "TileLang and the FFI of FlashInfer",
 }
-"""Beginning of environment variables that compilers of kernels set for themselves -> who does, and for what."""
+"""Prefix of environment variables that kernel compilers set for themselves -> the compiler, and the purpose."""
 
 
 def _arrow(was: Any, now: Any) -> str:
@@ -152,7 +152,7 @@ def _modes() -> tuple[str, ...]:
 
 
 def _leave_modes(before: tuple[str, ...]) -> None:
-    """Leave those that were entered since, the innermost first, functions before dispatch."""
+    """Leave the modes that were entered since, the innermost first, function modes before dispatch modes."""
     while len(_modes()) > len(before):
         leave = pop_function_mode if _get_current_function_mode_stack() else pop_dispatch_mode  # type: ignore[no-untyped-call]
         leave()  # type: ignore[no-untyped-call]

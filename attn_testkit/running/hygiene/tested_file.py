@@ -20,7 +20,7 @@ _MOST_NAMED = 4
 
 
 def own_modules(backend_class: type[Any]) -> list[ModuleType]:
-    """The module of a class, and those that its globals come from, without those of torch and of the kit."""
+    """The module of a class, and the modules from which its globals come, except those of torch and of the kit."""
     names = [backend_class.__module__]
     module = sys.modules.get(names[0])
     for value in list(vars(module).values()) if module else ():
@@ -40,8 +40,8 @@ def _is_own(name: str, of: str) -> bool:
 
 
 def tested_file(backend_class: type[Any]) -> Mapping[str, str]:
-    """``file`` and ``sha256`` of the class's module, ``kernels``: the Triton kernels within reach, and ``code``: a hash
-    of all modules that they are in. Empty for a class that no file has.
+    """``file`` and ``sha256`` of the class's module, ``kernels``: the Triton kernels that it can reach, and ``code``: a
+    hash of all modules that hold them. Empty for a class without a file.
     """
     modules = own_modules(backend_class)
     if not modules or modules[0].__name__ != backend_class.__module__:
@@ -64,7 +64,7 @@ def tested_file(backend_class: type[Any]) -> Mapping[str, str]:
 
 
 def stale_byte_code(backend_class: type[Any]) -> str:
-    """The reason why what was imported is not the source as it is now; empty if it is.
+    """The reason why the imported code is not the present source; empty if it is.
 
     Python trusts byte code whose source has the same size and time, which copies and archives keep, or whose hash it
     does not check.
@@ -88,7 +88,7 @@ def _stale(module: ModuleType) -> str:
 
 
 def _is_trusted(data: bytes, modified: int, size: int) -> bool:
-    """True if Python takes the byte code without a look at the source's text."""
+    """True if Python runs the byte code without reading the source's text."""
     flags = int.from_bytes(data[4:8], "little")
     if flags & 1:
         return not flags & 2

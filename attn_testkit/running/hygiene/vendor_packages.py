@@ -1,6 +1,5 @@
-"""Packages that a backend says it needs: whether what is installed can be imported, and if not, why.
-
-A package that is installed and broken, as by a missing library of CUDA, is not the fault of the backend that calls it.
+"""Packages that a backend requires: which installed ones cannot be imported, and why. A package that is installed and
+broken, for example by a missing CUDA library, is not the fault of the backend that calls it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ...registry import import_failure
 from ...results.names import CANNOT_IMPORT
 
 NOT_HERE = ""
-"""Value in place of a requirement if the backend class says that nothing of it runs on this machine."""
+"""Value in place of a requirement if the backend class reports that none of its modes runs on this machine."""
 
 
 def broken_packages(declared: Capabilities) -> dict[str, str]:
@@ -57,9 +56,8 @@ def _why_broken(requirement: Requirement) -> str:
 
 
 def module_of(distribution: metadata.Distribution) -> str:
-    """The module that a distribution is named after: ``flashinfer`` of flashinfer-python; empty where none is.
-
-    Others that it installs, such as its benchmarks, are nobody's business.
+    """The module with the name of a distribution: ``flashinfer`` for flashinfer-python; empty if there is none. Other
+    modules of the distribution, such as its benchmarks, are ignored.
     """
     name = distribution.name.lower().replace("-", "_").replace(".", "_")
     fits = [

@@ -1,8 +1,8 @@
-"""The backend that a worker is to run: by name, or the very class that the caller holds.
+"""The backend that a worker is to run: by name, or as the class object that the caller holds.
 
-A class given to ``check_backend`` may be one that no import gives: of a notebook, local to a function, a second one of
-the same name. Such a class travels by value. One that an import gives travels by name, with a fingerprint of what it
-is in the caller's process, so that the worker never runs another one in its place.
+A class given to ``check_backend`` may be one that cannot be imported: one in a notebook, local to a function, or a
+second one of the same name. Such a class is sent by value. A class that can be imported is sent by name, with a
+fingerprint of its contents in the caller's process, so that the worker never runs a different one.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ..hygiene.other_sources import OtherSources
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend that is to be run, as a front end names it: plain data, nothing of the backend imported."""
+    """A backend that is to be run, as a front end names it: plain data, made without importing the backend."""
 
     spec: str
-    """A registered name or ``module:Class``: what results are called by, too."""
+    """A registered name or ``module:Class``, under which results are listed."""
     pickled: bytes = b""
-    """The class by value; empty where ``spec`` is enough."""
+    """The pickled class; empty if ``spec`` is enough."""
     fingerprint: str = ""
     """Fingerprint of the class that the caller holds. The class that the worker imports must have the same."""
     here: type[Any] | None = field(default=None, repr=False, compare=False)
-    """The class itself, where it is run in the caller's own process."""
+    """The class itself, if it is run in the caller's own process."""
     sources: OtherSources = field(default_factory=OtherSources)
     """Modules that its worker imports from other files than their own."""
 
 
 def candidate_for(backend: str | type[Any], *, in_process: bool = False) -> Candidate:
-    """The candidate for a spec or a class. Raises ``UsageError`` for a class that cannot be taken to a worker."""
+    """The candidate for a spec or a class. Raises ``UsageError`` for a class that cannot be sent to a worker."""
     if isinstance(backend, str):
         return Candidate(backend)
     if not isinstance(backend, type):
@@ -54,14 +54,14 @@ def candidate_for(backend: str | type[Any], *, in_process: bool = False) -> Cand
         return Candidate(spec, cloudpickle.dumps(backend))
     except Exception as error:
         raise UsageError(
-            f"class {backend.__qualname__} of {backend.__module__} cannot be taken to the process that runs it: "
-            f"{type(error).__name__}: {error}; put it in a module and name it module:Class, or take out of it what "
+            f"class {backend.__qualname__} of {backend.__module__} cannot be sent to the process that runs it: "
+            f"{type(error).__name__}: {error}; put it in a module and name it module:Class, or remove from it what "
             "cannot be pickled"
         ) from error
 
 
 def _importable(backend: type[Any]) -> bool:
-    """True if importing its module in another process gives this class, as far as can be known here."""
+    """True if importing its module in another process gives this class, as far as this process can tell."""
     module = sys.modules.get(backend.__module__)
     if module is None or backend.__module__ == "__main__" or not getattr(module, "__file__", None):
         return False
@@ -143,7 +143,7 @@ def resolve_candidate(candidate: Candidate) -> type[Any]:
             found = pickle.loads(candidate.pickled)
         except Exception as error:
             raise UsageError(
-                f"class {candidate.spec!r} could not be taken over: {type(error).__name__}: {error}; put it in a "
+                f"class {candidate.spec!r} could not be received: {type(error).__name__}: {error}; put it in a "
                 "module and name it module:Class"
             ) from error
         return checked_class(candidate.spec, found)

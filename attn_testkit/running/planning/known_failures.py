@@ -1,15 +1,13 @@
 """Known failures: debts with an owner and a date, in a file that the backend's author keeps.
 
-[[known]]
-cases = "decode-*-win*"                  # glob on case ids, or a list; each must match a case
-kind  = "tolerated"                      # or "quarantine": never launched, because it kills the device
-check = "matches-oracle"                 # check that may fail (a list too); another one is still a failure
-issue = "https://example.org/issues/12"  # who owns it
-until = 2027-03-31                       # after this day the entry fails the run; a year ahead at most
-backend = "my_pkg.attn:*"                # optional glob; default: every backend
-execution = "graph"                      # optional; default: both
-when  = "sm90 and my-pkg<0.4"            # optional: smNN, cuda, emulated, PACKAGE<version, joined by "and"
-record = "crash.json"                    # of a quarantine: results file, next to this one, in which the case crashed
+[[known]] cases = "decode-*-win*"                  # glob on case ids, or a list; each must match a case kind  =
+"tolerated"                      # or "quarantine": never launched, because it kills the device check = "matches-oracle"
+# check that may fail (a list too); a failure of another check still counts issue = "https://example.org/issues/12"  #
+who owns it until = 2027-03-31                       # after this day the entry fails the run; a year ahead at most
+backend = "my_pkg.attn:*"                # optional glob; default: every backend execution = "graph"
+# optional; default: both when  = "sm90 and my-pkg<0.4"            # optional: smNN, cuda, emulated, PACKAGE<version,
+joined by "and" record = "crash.json"                    # of a quarantine: results file, next to this one, in which the
+case crashed
 """
 
 from __future__ import annotations
@@ -35,15 +33,16 @@ from ...results.run_header import RunHeader
 KINDS = ("tolerated", "quarantine")
 EXECUTIONS = ("eager", "graph")
 ENDINGS = (Status.CRASHED.value, Status.TIMED_OUT.value)
-"""Words that an entry may have in place of a check's id: how a case-run ends instead of the check that it fails."""
+"""Words that an entry may have instead of a check's id: ways in which a case-run ends without one."""
 WARN_DAYS = 14
 MOST_DAYS = 366
-"""Most days until the date of ``until``: somebody looks at each entry once per year."""
+"""Most days until the date of ``until``: each entry has to be reviewed once per year."""
 
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One entry of the file, for one of its globs: an entry with a list of globs makes several with one number."""
+    """One entry of the file, for one of its globs: an entry with a list of globs makes several records with one
+    number."""
 
     number: int
     """Place in the file, from 1."""
@@ -95,7 +94,7 @@ def load_known(path: str | Path, today: datetime.date | None = None) -> tuple[Kn
 
 
 def parse_known(path: str | Path, text: str, today: datetime.date | None = None) -> tuple[KnownFailure, ...]:
-    """Read the text of a file; ``path`` is how errors call it. Raises as ``load_known`` does."""
+    """Read the text of a file; ``path`` is its name in errors. Raises as ``load_known`` does."""
     today = today or _today()
     try:
         data = tomllib.loads(text)
@@ -161,7 +160,7 @@ def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.d
 
 
 def _crashed(report: Report) -> frozenset[tuple[str, str, str]]:
-    """Case-runs that took their process or the device along, according to a results file."""
+    """Case-runs in which the process or the device died, according to a results file."""
     return frozenset(
         (row.backend, row.execution, row.case.removesuffix(f"-s{report.header.seed}"))
         for row in report.results
@@ -216,7 +215,7 @@ def _installed(requirement: Requirement) -> bool:
 
 @dataclass
 class Ledger:
-    """The entries that hold in this run, and what became of them."""
+    """The entries that apply in this run, and the ones that matched."""
 
     entries: tuple[KnownFailure, ...]
     header: RunHeader
@@ -226,7 +225,8 @@ class Ledger:
         self._active = tuple(e for e in self.entries if all(holds(self.header) for holds in _conditions(e.when)))
 
     def quarantined(self, backend: str, mode: str, execution: str, case: str) -> CaseResult | None:
-        """The result of a case-run that must not be launched, or None. Expired entries still hold: the device dies."""
+        """The result of a case-run that must not be launched, or None. Expired entries still apply, because the device
+        would die."""
         for entry in self._active:
             if entry.kind == "quarantine" and entry.covers(backend, execution, case):
                 return CaseResult(backend, mode, execution, case, Status.QUARANTINED, reason=entry.issue)
@@ -238,7 +238,8 @@ class Ledger:
 
     @staticmethod
     def undone(result: CaseResult) -> CaseResult | None:
-        """The result as it was before other known failures were applied, so that these can be; None if that is lost."""
+        """The result before other known failures were applied, so that new ones can be applied; None if it is not known
+        any more."""
         if result.status is Status.UNEXPECTEDLY_PASSED:
             return replace(result, status=Status.PASSED, reason="")
         if result.status is not Status.KNOWN_FAILURE:
@@ -247,9 +248,8 @@ class Ledger:
         return replace(result, status=Status.FAILED, reason="") if result.findings else None
 
     def judge(self, result: CaseResult) -> CaseResult:
-        """The result, with an expected failure marked as such and an expected failure that did not come as broken.
-
-        Our own failures are left as they are: no entry is meant for them.
+        """The result, in which an expected failure is marked as such, and a missing expected failure as broken.
+        Failures of the kit itself are not changed: entries never apply to them.
         """
         entries = [
             e
@@ -278,8 +278,8 @@ class Ledger:
     def problems(self, runs: Iterable[tuple[str, str, str]], exists: Callable[[KnownFailure], bool]) -> list[str]:
         """Reasons why the file itself fails the run: entries past their date, and entries that match nothing.
 
-        ``runs`` are the (backend, execution, case) of this run. A run may be narrower than the file, so ``exists``
-        looks further for an entry that matches none of them.
+        ``runs`` are the (backend, execution, case) of this run. A run may be narrower than the file, so for an entry
+        that matches none of them ``exists`` searches all cases.
         """
         runs = list(runs)
         found = [f"{e.name} expired on {e.until}" for e in self.entries if e.expired(self.today)]

@@ -1,4 +1,4 @@
-"""Entries for a file of known failures, made of the failures of a run."""
+"""Entries for a file of known failures, made from the failures of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_CAUSES = 3
 
 @dataclass(frozen=True)
 class Entries:
-    """The text of a file, and remarks on what it leaves out."""
+    """The text of a file, and remarks on the failures that it leaves out."""
 
     text: str
     count: int
@@ -43,8 +43,8 @@ def entries_from(
 
     Case-runs of one mode that break the same checks share an entry: a glob if one covers all of them and nothing else,
     or the list of their ids. A comment has the causes of these failures. With ``record``, the results file that
-    ``crashes_of`` makes, what crashed or timed out is quarantined. Raises ``UsageError`` for an issue or a date that no
-    entry may have, and if nothing failed.
+    ``crashes_of`` makes, case-runs that crashed or timed out are quarantined. Raises ``UsageError`` for an issue or a
+    date that no entry may have, and if nothing failed.
     """
     rows = [row for row in results if row.case and row.status is not Status.UNSUPPORTED]
     failures = [row for row in rows if _checks_of(row) and not row.of_the_kit]
@@ -81,7 +81,7 @@ def entries_from(
 
 
 def crashes_of(report: Report) -> Report:
-    """Make a results file of what crashed or timed out in a run: the ``record`` of a quarantine.
+    """Make a results file of the case-runs that crashed or timed out: the ``record`` of a quarantine.
 
     Raises ``UsageError`` if nothing did.
     """
@@ -109,7 +109,7 @@ class _Group:
 
 
 def _checks_of(row: CaseResult) -> tuple[str, ...]:
-    """The checks that an entry for it names; empty if it did not fail."""
+    """The checks that an entry for this case-run names; empty if it did not fail."""
     if row.status is Status.FAILED:
         return tuple(dict.fromkeys(finding.check for finding in row.findings))
     return (row.status.value,) if row.status.value in ENDINGS else ()
@@ -123,7 +123,7 @@ def _groups(failures: Sequence[CaseResult]) -> list[_Group]:
 
 
 def _by_execution(group: Sequence[CaseResult]) -> Iterator[tuple[str, list[str]]]:
-    """Ids that fail in both executions with an empty word, then those of each by itself."""
+    """Ids that fail in both executions, with an empty word; then those that fail in only one."""
     of = {execution: dict.fromkeys(row.case for row in group if row.execution == execution) for execution in EXECUTIONS}
     both = [case for case in of[EXECUTIONS[0]] if all(case in ids for ids in of.values())]
     if both:
@@ -134,7 +134,7 @@ def _by_execution(group: Sequence[CaseResult]) -> Iterator[tuple[str, list[str]]
 
 
 def _others(rows: Sequence[CaseResult], group: _Group, execution: str) -> set[str]:
-    """Ids that an entry must not cover: case-runs that it holds for and that are not of the group."""
+    """Ids that an entry must not cover: case-runs to which it applies and that are not in the group."""
     mine = {(row.execution, row.case) for row in group.rows}
     return {
         row.case

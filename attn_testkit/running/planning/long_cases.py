@@ -1,4 +1,4 @@
-"""Cases that somebody named and that take minutes on a CPU: the header reports them before anything runs."""
+"""Cases that were named by hand and take minutes on a CPU: the header reports them before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of cases where there may be no time for all: what failed, then new values, then new pairs of values."""
+"""The order of cases if there may not be time for all: cases that failed, then new values, then new pairs of values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from .request import Item
 
 Entry = tuple[Item, Case]
 _FIRST_ROUND, _ALONE = 16, 128
-"""Cases of one backend before the next has its turn, and of one without another; each later round has twice as many.
-A round costs each worker a new process, which imports the backend again: a server takes 10 to 20 s for that."""
+"""Number of cases of one backend before the next backend follows, and of a single backend; each later round has twice
+as many. A round costs each worker a new process, which imports the backend again: a server takes 10 to 20 s for that.
+"""
 
 
 def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, str]]) -> tuple[Item, ...]:
     """The items in the order in which they are to run.
 
-    ``failed``: (backend, case id) of what failed the last time. Those come first; then, as smoke does, cases until
-    every value of every feature is met; then each time the case with the most pairs of values that none before it
-    has. In rounds: in each, one backend after the other, under no_grad before inference_mode, as in any plan, and
-    cases with little work before those with a hundred times as much; eager and graph of a case next to each other.
+    ``failed``: (backend, case id) of the last run's failures, which come first. Then come cases until every value of
+    every feature occurs, as in smoke; then always the case with the most new pairs of values. The order has rounds.
+    In each round one backend follows the other, no_grad comes before inference_mode as in any plan, cases with little
+    work come before those with a hundred times as much, and eager and graph of a case are adjacent.
     """
     backends = list(dict.fromkeys(item.backend for item, _ in entries))
     size = _FIRST_ROUND if len(backends) > 1 else _ALONE
@@ -47,11 +48,11 @@ def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, 
 
 
 _LITTLE = 10**7
-"""Products of numbers, counting only K and q."""
+"""Number of products of K and q up to which a case counts as little work."""
 
 
 def work_of(case: Case) -> int:
-    """0 where all rows of query heads meet all keys in little time; 1 for up to a hundred times as much, and so on."""
+    """Order of magnitude of a case's work: 0 for little work; 1 for up to a hundred times as much, and so on."""
     counts = case.new or (case.width,) * len(case.prefixes)
     pairs = sum(new * (prefix + new) for prefix, new in zip(case.prefixes, counts, strict=True))
     products = pairs * case.heads.q_heads * (case.head_dim + case.rope_dim) * case.layers.count
@@ -62,7 +63,7 @@ def work_of(case: Case) -> int:
 
 
 def _first(own: dict[str, Case], failed: Collection[str]) -> list[Case]:
-    """Cases that failed, and as many more as it takes to cover every value."""
+    """Cases that failed, and the further cases that are needed to cover every value."""
     first = [case for case in own.values() if case.id in failed]
     met = {value for case in first for value in values_of(case)}
     for case in richest_first((case for case in own.values() if case.id not in failed), values_of, met=first):
@@ -74,7 +75,7 @@ def _first(own: dict[str, Case], failed: Collection[str]) -> list[Case]:
 
 
 def _round(number: int, first: int, size: int) -> int:
-    """Round 0: what comes before the pairs."""
+    """Round of an item; round 0 comes before the pairs."""
     if number < first:
         return 0
     return ((number - first) // size + 1).bit_length()
@@ -86,7 +87,8 @@ Features = frozenset[Hashable]
 def richest_first(
     cases: Iterable[Case], features: Callable[[Case], Features], met: Iterable[Case] = ()
 ) -> Iterator[Case]:
-    """Next the case with the most features that no case before it has, nor one of ``met``; ties as given."""
+    """Cases ordered so that the next one has the most features that are neither in ``met`` nor in a case before it;
+    ties keep their order."""
     seen = {feature for case in met for feature in features(case)}
     waiting = [(-len(features(case) - seen), number, case) for number, case in enumerate(cases)]
     heapq.heapify(waiting)
@@ -102,7 +104,7 @@ def richest_first(
 
 
 def values_of(case: Case) -> Features:
-    """(field, value) of all that a case tries."""
+    """Pairs (field, value) of everything that a case tries."""
     return frozenset(_values(case))
 
 

@@ -1,6 +1,5 @@
-"""Capabilities that a backend does not declare and others do: printed next to the verdict, which cannot show them.
-
-Somebody who leaves ``graph`` out of the capabilities, or never writes ``families``, gets a green run of less.
+"""Capabilities that a backend does not declare and others do: printed next to the verdict, which cannot show them. An
+author who leaves ``graph`` out of the capabilities, or never writes ``families``, gets a green run that covers less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order of a plan's case-runs: as the catalogue lists them, or those first whose failure is easiest to read."""
+"""The order of a plan's case-runs: as the catalogue lists them, or the ones with the most readable failure first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _as_listed(case: Case) -> tuple[int, ...]:
 
 
 _MANY_REQUESTS, _MANY_KEYS = 4, 256
-"""Up to so many are few: what is wrong with one of them can be followed by hand."""
+"""Numbers up to which requests and keys count as few, so that a failure can be followed by hand."""
 _OPTIONS = (
     "kv_dtype", "kv_layout", "window", "logit_cap", "sinks", "layers", "kv_splits", "padding", "variants",
 )  # fmt: skip
@@ -45,7 +45,7 @@ _OPTIONS = (
 
 
 def _oddness(case: Case) -> tuple[int, ...]:
-    """0, or 1 where several modes take part; then how much of the case is not plain."""
+    """Sort key of a case: 0, or 1 if several modes take part; then the number of its settings that are not plain."""
     odd = [getattr(case, name) != DEFAULTS[name] for name in _OPTIONS]
     odd += [
         case.data not in DATA,

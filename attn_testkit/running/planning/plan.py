@@ -1,4 +1,4 @@
-"""Backends x modes x executions x cases -> a plan. Asks for capabilities, and runs nothing."""
+"""Backends x modes x executions x cases -> a plan. Planning only asks for capabilities and runs nothing."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from .request import Item, Plan, Request, selection_of, unloadable
 
 CapabilitiesOf = Callable[[Candidate], Capabilities]
 Broken = Callable[[Candidate], Mapping[str, str]]
-"""Requirement of the capabilities -> why it is installed and cannot be imported."""
+"""Requirement of the capabilities -> the reason why the installed package cannot be imported."""
 
 
 Notes = Callable[[Candidate], Sequence[str]]
 """Function that gives a backend's notes for the header of a run."""
 Source = Callable[[Candidate], Mapping[str, str]]
-"""File, hash and kernels of a backend, as ``RunHeader.sources`` has them."""
+"""File, hash and kernels of a backend, as in ``RunHeader.sources``."""
 
 
 def plan_run(
@@ -132,7 +132,8 @@ def _refuse_unmatched(request: Request, matched: Set[str], plans_nothing: bool) 
 
 
 def _matched(declared: Capabilities, modes: Sequence[ForwardMode], request: Request, exact: Sequence[Case]) -> set[str]:
-    """Patterns of the request that match a case: also one that cannot run here, or a named one that is not declared."""
+    """Patterns of the request that match a case: also a case that cannot run here, or a named case that is not
+    declared."""
     ids = {case.id for case in exact if case.mode in modes}
     found = {pattern for pattern in request.cases if not _is_glob(pattern) and parse_case(pattern).id in ids}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
@@ -164,7 +165,7 @@ def _without_eager(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -
 
 
 def _rows_not_compared(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
-    """Modes whose rows no planned case compares with those of extend, although equal bits are declared, in words."""
+    """Modes whose rows no planned case compares with rows of extend, although equal bits are declared, in words."""
     if not declared.mode_invariant:
         return ()
     due = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY} & (declared.eager | declared.graph)
@@ -247,7 +248,7 @@ def _exact_cases(patterns: Sequence[str]) -> list[Case]:
 def _cases_for(
     declared: Capabilities, mode: ForwardMode, request: Request, exact: Sequence[Case]
 ) -> tuple[list[Case], dict[str, str]]:
-    """Cases to run, and named ones that are not declared: id -> what is not."""
+    """Cases to run, and named ones that are not declared: id -> the values that are not declared."""
     named = {case.id: case for case in exact if case.mode is mode}
     refused = {case_id: lacking for case_id, case in named.items() if (lacking := _refused(declared, case))}
     chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
@@ -260,7 +261,8 @@ def _cases_for(
 
 
 def _refused(declared: Capabilities, case: Case) -> str:
-    """Reason why a named case cannot run: values that are not declared, or mean nothing in its family; or nothing."""
+    """Reason why a named case cannot run: values that are not declared, or mean nothing in its family; empty if it may
+    run."""
     if lacking := not_declared(declared, case):
         return f"{lacking}{_together_with(declared, case)}"
     names = meaningless(case)
@@ -290,7 +292,7 @@ def _together_with(declared: Capabilities, case: Case) -> str:
             changed = case.with_changes(**without)
             both = name not in not_declared(declared, case) and not not_declared(declared, changed)
             if changed != case and both and _declared_by_itself(declared, case):
-                return f" together with {name}; each of them is declared, and no case has both"
+                return f" together with {name}; each of them is declared, but no case combines them"
     return ""
 
 
@@ -309,7 +311,7 @@ def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, rea
 def _unsatisfiable(spec: str, declared: Capabilities, mode: ForwardMode, execution: Execution) -> CaseResult:
     hint = next(why for why, holds in _WHY_NONE if holds(declared)).format(declared=declared)
     finding = Finding(
-        "capabilities-honest", f"{mode} is declared, and no case can satisfy the other capabilities with it", hint=hint
+        "capabilities-honest", f"{mode} is declared, but no case can satisfy the other capabilities with it", hint=hint
     )
     return CaseResult(
         spec,

@@ -1,4 +1,4 @@
-"""Request and plan of a run, as plain values: imports no torch and nothing of a backend."""
+"""Request and plan of a run, as plain values, without importing torch or a backend."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ TIERS = ("smoke", "core", "full")
 ORDERS = ("listed", "plainest", "most valuable")
 
 Explains = Literal["nothing", "check", "cause"]
-"""``nothing``: a finding has the check that saw it. ``check``: it has the check that it really fails, such as
-``padding-inert`` for what ``matches-oracle`` saw. ``cause``: it says, too, what was attended to, and has hints."""
+"""Extent of a diagnosis. ``nothing``: a finding has the check that noticed it. ``check``: it has the check that really
+fails, such as ``padding-inert`` for a failure that ``matches-oracle`` noticed. ``cause``: it also has the attended KV
+tokens, and hints."""
 
 Diagnose = Literal["first", "all", "none"]
-"""Failures whose cause is looked for: the first of each symptom, all, or none."""
+"""Failures whose cause is searched for: the first of each symptom, all, or none."""
 DIAGNOSE: tuple[Diagnose, ...] = ("first", "all", "none")
 
 MPS = ("auto", "on", "off")
 
-_OWN_JUDGES = "each process of pytest-xdist has a judge of its own, and none of them knows what the others share"
+_OWN_JUDGES = "each process of pytest-xdist has its own judge, and does not see processes of others"
 _XDIST = "pytest-xdist starts processes: -n 4"
 _NOT_HERE = "pytest's process must stay free of the candidate; `attn-testkit repro --in-process` is for debuggers"
 
@@ -67,7 +68,7 @@ class Request:
     ``planning/order.py``, for a run that stops at the first failure. ``most valuable``:
     ``planning/most_valuable.py``, for a run that may have no time for all."""
     failed_before: tuple[tuple[str, str], ...] = ()
-    """(backend, case id) of what failed the last time: first among the most valuable."""
+    """(backend, case id) of the last run's failures, which come first among the most valuable."""
     keep_unloadable: bool = field(
         default=False,
         metadata=offered(
@@ -81,10 +82,10 @@ class Request:
         ),
     )
     counts_tier: bool = False
-    """The plan of a selection also counts what the tier plans without it, for a verdict that says how much was left
-    out. That takes the time of planning all of it."""
+    """The plan of a selection also counts what the tier plans without it, for a verdict that reports how much was left
+    out. This needs the time of planning the whole tier."""
     cases_from: str = ""
-    """The file that ``cases`` were read from, for the words of the verdict."""
+    """The file from which ``cases`` were read, for the words of the verdict."""
     known_failures: str | Path | None = field(
         default=None, metadata=offered(FILE, "TOML file of failures to tolerate.", ini=True)
     )
@@ -136,9 +137,10 @@ class Options:
         ),
     )
     timeout_s: float = field(default=300.0, metadata=offered(seconds("timeout"), "Time limit of one case-run."))
-    """The limit of each run of the diagnosis after a failure, too."""
+    """Time limit of one case-run, and of each run of the diagnosis after a failure."""
     gpus: tuple[str, ...] = ()
-    """``CUDA_VISIBLE_DEVICES`` values, assigned to the processes in rotation; empty: all use what is visible."""
+    """``CUDA_VISIBLE_DEVICES`` values, assigned to the processes in rotation; empty: all processes use the visible
+    devices."""
     mps: str = field(
         default="auto",
         metadata=offered(
@@ -147,7 +149,8 @@ class Options:
             lacking={"pytest": _OWN_JUDGES, "conformance_cases": _OWN_JUDGES},
         ),
     )
-    """``auto``: if several processes share a GPU and the daemon can be started. ``on``: or the run does not begin."""
+    """``auto``: use MPS if several processes share a GPU and the daemon can be started. ``on``: refuse the run if MPS
+    cannot be used. ``off``: do not use MPS."""
     in_process: bool = field(
         default=False,
         metadata=offered(
@@ -170,11 +173,12 @@ class Options:
             },
         ),
     )
-    """Planning counts. The rest is reported as not run, and the most valuable case-runs come first."""
+    """Time limit of the run, planning included. Case-runs beyond it are reported as not run, and the most valuable ones
+    come first."""
     spent_s: float = 0.0
-    """Seconds of them that were over before this judge began: it takes the place of one that died."""
+    """Seconds of the budget that had passed before this judge began, if it replaces one that died."""
     asks_afresh: bool = True
-    """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
+    """True runs a failed case-run again in a fresh process, to see if an earlier case-run is the cause."""
     diagnose: Diagnose = field(default="first", metadata=offered(one_of("diagnose", DIAGNOSE), "Failures to explain."))
     diagnose_seconds: float | None = field(
         default=None,
@@ -223,7 +227,8 @@ def _options_of(record: type[Request | Options]) -> dict[str, RunOption]:
 
 
 OPTIONS = {**_options_of(Request), **_options_of(Options)}
-"""Name -> option of a run. Command line, pytest plugin and functions offer what is here; ``lacking`` says what not."""
+"""Name -> option of a run. Command line, pytest plugin and functions offer these options; ``lacking`` lists the
+exceptions."""
 
 
 def options_of(front_end: FrontEnd) -> dict[str, RunOption]:
@@ -234,7 +239,8 @@ def options_of(front_end: FrontEnd) -> dict[str, RunOption]:
 def asked(
     front_end: FrontEnd, backends: Sequence[str | Candidate], given: Mapping[str, Any], **more: Any
 ) -> tuple[Request, Options]:
-    """The records of what a front end was given, by the names of ``OPTIONS``; what is not given has its default.
+    """The option records for a front end's arguments, by the names of ``OPTIONS``; missing arguments have their
+    defaults.
 
     ``more``: further fields of the request. Raises ``UsageError`` for a value that makes no sense, and ``TypeError``
     for a name that the front end does not offer.
@@ -291,7 +297,7 @@ def _check(record: Request | Options) -> None:
 
 @dataclass(frozen=True)
 class Item:
-    """One case-run to do. The id is enough to rebuild the case."""
+    """One case-run to do. The case is rebuilt from its id."""
 
     backend: str
     mode: str
@@ -300,16 +306,15 @@ class Item:
     probe: bool = False
     """True for an eager case that also tries a graph which is not declared. If that works, it leads to a hint only."""
     known: bool = False
-    """A known failure may cover it: its check decides over the verdict, and is always looked for."""
+    """True if a known failure may cover it: then the failing check decides the verdict, and is always determined."""
     lost: str = ""
-    """The end of a process of the kit, in words, that left the first attempt without a result. This is the last."""
+    """The end of a process of the kit, in words, that left the first attempt without a result. This attempt is the
+    last."""
 
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
-    """Compare the items with the whole tier; empty if they are all of it.
-
-    ``whole``: all that the tier plans, without probes; None if nobody counted it. ``failed``: planned rows that failed
-    without running.
+    """Compare the items with the whole tier; empty if they cover all of it. ``whole``: everything that the tier plans,
+    without probes; None if it was not counted. ``failed``: planned rows that failed without running.
     """
     if not request.selected_by:
         return Selection()
@@ -337,7 +342,7 @@ class Plan:
     """Case-runs of other shards."""
 
     def to_run(self) -> Plan:
-        """The plan without its items, as needed to run any of them: it is sent with every case-run of pytest."""
+        """The plan without its items: the part that is sent with every case-run of pytest."""
         return replace(
             self,
             header=replace(
@@ -352,7 +357,8 @@ class Plan:
 def param_id(item: Item | CaseResult, backends: Collection[object]) -> str:
     """Name of a case-run in a test's brackets and for ``-k``: the same in every worker and from every directory.
 
-    ``backends``: those of the request. The spec of its only backend would be a third of the line that pytest cuts.
+    ``backends``: the backends of the request. A single backend is left out: its spec would fill a third of the line
+    that pytest cuts.
     """
     return f"{item.execution}-{item.case}" if len(backends) == 1 else f"{item.backend}-{item.execution}-{item.case}"
 
@@ -372,12 +378,12 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan without what must not be launched, and the ledger to judge the rest with."""
+    """A plan without quarantined case-runs, and the ledger that evaluates the others."""
 
     request: Request
     plan: Plan
     items: tuple[Item, ...]
-    """Items that are launched: those of the plan without quarantined ones."""
+    """Items that are launched: all items of the plan except quarantined ones."""
     preset: tuple[CaseResult, ...]
     """Results known without launching anything, quarantined ones included."""
     ledger: Ledger
@@ -400,9 +406,8 @@ class Prepared:
 
 
 def prepare(judge: Judge, request: Request, plan: Plan | None = None) -> Prepared:
-    """Plan, read the known failures, set aside what they quarantine. Raises ``UsageError``.
-
-    ``plan``: made before, for the same request.
+    """Plan, read the known failures, and set quarantined case-runs aside. Raises ``UsageError``. ``plan``: an existing
+    plan for the same request.
     """
     entries = load_known(request.known_failures) if request.known_failures else ()
     if not request.backends:
@@ -421,7 +426,7 @@ def prepare(judge: Judge, request: Request, plan: Plan | None = None) -> Prepare
 
 
 def bare_result(item: Item, status: Status, reason: str, device: str = "") -> CaseResult:
-    """The result of a case-run that has no record: where and why, and nothing measured."""
+    """The result of a case-run without a record: only place and reason, no measurements."""
     graph = device if item.execution == "graph" else ""
     return CaseResult(
         item.backend, item.mode, item.execution, item.case, status, reason=reason, device=device, graph=graph
@@ -429,7 +434,7 @@ def bare_result(item: Item, status: Status, reason: str, device: str = "") -> Ca
 
 
 def not_started(item: Item, budget_s: float) -> CaseResult:
-    """The result of a case-run that the budget has left no time for."""
+    """The result of a case-run for which the budget left no time."""
     return bare_result(item, Status.NOT_RUN_HERE, f"{NOT_STARTED}the budget of {budget_s:g} s was over")
 
 
@@ -440,14 +445,14 @@ def unloadable(spec: str, reason: str) -> CaseResult:
 
 
 def kit_error(item: Item, reason: str) -> CaseResult:
-    """The result of a case-run that our own code failed: nobody may take it for a verdict on the backend."""
+    """The result of a case-run in which the kit itself failed, which proves nothing about the backend."""
     return bare_result(item, Status.CRASHED, f"{KIT_ERROR}{reason}")
 
 
 def once_more(item: Item, how: str) -> Item | CaseResult:
     """The case-run to repeat after a process of the kit ended in the middle of it; after a second one, its result.
 
-    ``how``: which process it was, and how it ended.
+    ``how``: the process and the way in which it ended.
     """
     if not item.lost:
         return replace(item, lost=how)
@@ -457,5 +462,5 @@ def once_more(item: Item, how: str) -> Item | CaseResult:
 def final_code(
     header: RunHeader, results: Sequence[CaseResult], problems: Sequence[str] = (), interrupted: bool = False
 ) -> int:
-    """The exit code of a run: that of its verdict."""
+    """The exit code of a run, which is the exit code of its verdict."""
     return conclude(header, results, problems=problems, interrupted=interrupted).code

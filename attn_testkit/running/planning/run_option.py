@@ -14,7 +14,7 @@ FrontEnd = Literal["run", "pytest", "check_backend", "conformance_cases"]
 does."""
 
 MOST_SECONDS = 86_400.0
-"""A case-run that is not over after a day is not waited for, and no run has a longer budget."""
+"""Longest time limit: one day, for a case-run and for the budget of a run."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,20 @@ class RunOption:
     kind: Kind
     help: str
     flag: str = ""
-    """Name on command lines without its dashes; empty: that of the field without ``_s``, which stands for seconds."""
+    """Name on command lines without its dashes; empty: the name of the field without ``_s``, which means seconds."""
     short: str = ""
     """A short form on the command line of the kit, as ``-j``."""
     ini: bool = False
-    """A project may set it in pytest's ini file, too."""
+    """True if a project may set the option in pytest's ini file, too."""
     lacking: Mapping[FrontEnd, str] = field(default_factory=dict)
-    """Front ends that do not offer it, with the reasons."""
+    """Front ends that do not offer the option, with the reasons."""
     default: Any = _THE_FIELDS
-    """Default of front ends if it differs from that of the field."""
+    """Default of front ends if it differs from the default of the field."""
     name: str = ""
     """Name of the field, and of the argument in Python. ``options_of`` fills it in."""
 
     def of_field(self, name: str, default: Any) -> RunOption:
-        """The option with what its field says."""
+        """The option, completed by its field."""
         default = default if self.default is _THE_FIELDS else self.default
         return replace(self, name=name, flag=self.flag or name.removesuffix("_s").replace("_", "-"), default=default)
 

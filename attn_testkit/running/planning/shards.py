@@ -17,7 +17,7 @@ from ...results.case_result import RAN, CaseResult, Status
 from .request import Item, Plan
 
 _Case = tuple[str, str]
-"""Backend and case: eager and graph of one share data and expected values, so they share a shard."""
+"""Backend and case: eager and graph of a case share data and expected values, so they are in one shard."""
 Durations = Mapping[Key, float]
 """Case-run, without the seed of its run -> seconds."""
 
@@ -43,8 +43,9 @@ def durations_of(reports: Iterable[Report]) -> dict[Key, float]:
 def shards_of(items: Sequence[Item], count: int, seed: int, durations: Durations | None = None) -> list[list[Item]]:
     """Cut case-runs into ``count`` shards, each in the order of ``items``; a shard may be empty.
 
-    Without durations each case goes where the hash of its id says, so a case that is added moves no other. With them
-    the case that takes longest goes first to the shard that has least; one that they lack takes the median.
+    Without durations the hash of a case's id selects its shard, so a new case moves no other. With durations the
+    longest case is assigned first, always to the shard with the least work; a case without a duration counts as the
+    median.
     """
     place = _by_hash(items, count) if durations is None else _balanced(items, count, seed, durations)
     shards: list[list[Item]] = [[] for _ in range(count)]

@@ -1,1 +1,1 @@
-"""Processes and their messages: started, asked, timed, ended. Evaluates nothing."""
+"""Processes and their messages: how they are started, asked, timed and ended. Nothing is evaluated here."""

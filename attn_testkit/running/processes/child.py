@@ -1,4 +1,5 @@
-"""A process for code that may end or hang it: asked one thing at a time, timed, and ended with all it started."""
+"""A process for code that may end or hang it. It answers one question at a time, has a time limit, and ends with
+everything that it started."""
 
 from __future__ import annotations
 
@@ -33,15 +34,14 @@ MOST_BYTES = 1 << 16
 LAST_LINES = 12
 FRAMES = 5
 _UNKNOWN = 255
-"""Exit code that ``multiprocessing`` gives where the process that the child was forked from has ended before it."""
+"""Exit code that ``multiprocessing`` gives if the process that the child was forked from has ended before the child."""
 _STARTED = "started"
 """Message that a child sends between importing its module and serving."""
 
 
 class ChildLost(Exception):
-    """The process died or hung. ``status`` is ``CRASHED`` or ``TIMED_OUT``; the reason ends with its last words.
-
-    ``killed``: by SIGKILL, which comes from outside.
+    """The process died or hung. ``status`` is ``CRASHED`` or ``TIMED_OUT``; the reason ends with the last lines that
+    the process printed. ``killed``: True if it was killed by SIGKILL, which comes from outside.
     """
 
     def __init__(self, status: Status, reason: str, *, killed: bool = False) -> None:
@@ -105,21 +105,21 @@ class Child:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until ``answer`` takes the child for hanging."""
+        """Seconds until ``answer`` treats the child as hanging."""
         return max(0.0, self._deadline - time.monotonic())
 
     def wait_until_started(self) -> None:
-        """Return when the module is imported. To be called before the first question; raises ``ChildLost``."""
+        """Return when the module is imported. Call it before the first question; raises ``ChildLost``."""
         begun = self.hear(START_SECONDS)
         assert begun == _STARTED, begun
 
     def ask(self, message: object, seconds: float) -> Any:
-        """The answer to a question. Raises ``ChildLost`` where none has come after ``seconds``."""
+        """The answer to a question. Raises ``ChildLost`` if none has come after ``seconds``."""
         self.tell(message, seconds)
         return self.answer()
 
     def tell(self, message: object, seconds: float) -> None:
-        """Ask, and have ``answer`` wait for what comes within ``seconds`` from now."""
+        """Ask, and let ``answer`` wait for the answer until ``seconds`` from now."""
         # A process that cannot start prints why. The text may be there before the first question.
         if self._heard:
             self._mark = os.path.getsize(self._words)
@@ -130,12 +130,12 @@ class Child:
             self._died()
 
     def hear(self, seconds: float) -> Any:
-        """Receive its next message, without a question."""
+        """Receive the child's next message, without a question."""
         self.wait_for(seconds)
         return self.answer()
 
     def wait_for(self, seconds: float) -> None:
-        """Have ``answer`` wait for what comes within ``seconds`` from now."""
+        """Let ``answer`` wait for a message until ``seconds`` from now."""
         self._deadline, self._seconds = time.monotonic() + seconds, seconds
 
     def answer(self) -> Any:
@@ -152,7 +152,7 @@ class Child:
             raise self.spoke_for_itself(str(error)) from error
 
     def spoke_for_itself(self, what: str) -> ChildLost:
-        """The exception to raise where what came was not said by the kit's side of the child. Ends the process."""
+        """The exception to raise if the kit's code in the child did not send the message. Ends the process."""
         return self._lost(Status.CRASHED, f"the process spoke for itself: {what}")
 
     def printed(self) -> str:
@@ -165,14 +165,15 @@ class Child:
         return "".join(f"\n  {line}" for line in _last_lines(lines))
 
     def end(self) -> None:
-        """Ask a process that has a grace to end, and do not wait for it: ``close`` does."""
+        """Ask a process with a grace period to end, and do not wait for its end: ``close`` waits."""
         pid = self._process.pid
         if self._grace and pid is not None and self._runs():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """End the process and everything it started. When this returns they have ended, whichever thread began it."""
+        """End the process and everything it started. When this returns, all of them have ended, whichever thread called
+        it first."""
         with self._closing:
             if not self.ended:
                 self.ended = True
@@ -294,7 +295,7 @@ _MACHINERY = re.compile(
     r"/attn_testkit/(running|graphs|checks|runner_modes|model\.py|environment\.py|registry\.py)"
     r'|/cuda_on_cpu/\w+\.py"|/runner_modes/\w+\.py"|/multiprocessing/|/importlib/|"<(string|frozen )'
 )
-"""Files whose frames say nothing to the author of a backend."""
+"""Files whose frames do not help the author of a backend."""
 
 
 def ending(code: int) -> str:

@@ -14,7 +14,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def filled_by_others(error: BaseException) -> str:
-    """The reason why ``error`` says nothing about this process; empty if it may.
+    """The reason why this process did not cause ``error``; empty if it may have caused it.
 
     Several jobs of the kit, or other programs, may share a device. A process that would have stayed within half of the
     device, with what it asked for, would not have filled it by itself. The other half covers what torch does not count:

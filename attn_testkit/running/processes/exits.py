@@ -1,4 +1,4 @@
-"""``os._exit(0)`` in the process of a front end, where the backend shares it: no run ends as a success by that."""
+"""``os._exit(0)`` in a front end's process that a backend shares: it must not end a run as a success."""
 
 from __future__ import annotations
 

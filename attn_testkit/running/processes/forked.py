@@ -9,7 +9,7 @@ import subprocess
 
 
 class Forked:
-    """A process that is not a child, as ``subprocess.Popen`` has one that is. Its exit code is unknown."""
+    """A process that is not a child, with the interface of ``subprocess.Popen``. Its exit code is unknown."""
 
     returncode: int | None = None
 
@@ -20,11 +20,11 @@ class Forked:
         self._file = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """0 if it has ended, else None."""
+        """0 if the process has ended, else None."""
         return self._ended(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return when it has ended. Raises ``subprocess.TimeoutExpired``."""
+        """Return when the process has ended. Raises ``subprocess.TimeoutExpired``."""
         if self._ended(timeout) is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return 0

@@ -1,4 +1,5 @@
-"""The process that workers are forked from: it has imported torch and the kit, no candidate, and never meets CUDA."""
+"""The process that workers are forked from. It has imported torch and the kit but no candidate, and never initializes
+CUDA."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _spawn = util.spawnv_passfds
 
 
 def preload(module: str) -> None:
-    """Have workers forked from a process that has imported this too. To be said before the first one starts."""
+    """Let workers be forked from a process that has imported this module too. Call it before the first worker
+    starts."""
     if module not in _preloaded:
         _preloaded.append(module)
 
@@ -39,16 +41,15 @@ def fork_context() -> ForkServerContext:
 
 
 def begin_forking() -> None:
-    """Start that process now: it imports while the caller does."""
+    """Start the process that workers are forked from now, so that it imports while the caller does."""
     fork_context()
     forkserver.ensure_running()
 
 
 def fork_off() -> None:
-    """Start that process now, as a fork of this one: torch and the kit are imported once for both.
-
-    For a process that has just begun, and has one thread: the fork keeps all that it has, but files. Raises what the
-    kit's import raises.
+    """Start the process that workers are forked from now, as a fork of this one: torch and the kit are imported once
+    for both. Use it only in a process that has just begun and has one thread, because the fork keeps everything except
+    files. Raises what the kit's import raises.
     """
     for name in _preloaded:
         importlib.import_module(name)
@@ -101,7 +102,7 @@ def _carry_out(code: str, kept: Sequence[int]) -> NoReturn:
 
 
 def _between(kept: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of the files behind 2 that are not kept."""
+    """Ranges of the file descriptors above 2 that are not kept."""
     first = 3
     for number in kept:
         yield first, number

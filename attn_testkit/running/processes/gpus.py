@@ -61,7 +61,7 @@ def visible_gpus(environment: Mapping[str, str], devices: str = "/dev/nvidia[0-9
 
 
 class GpuSlots:
-    """Gives each worker the least used GPU, and takes it back when the worker ends.
+    """Assigns the least used GPU to each worker, until the worker ends.
 
     Worker numbers cannot be used: a replacement has a new one, and would share a GPU with a worker that still runs.
     """
@@ -70,7 +70,7 @@ class GpuSlots:
         self._users: dict[str, set[str]] = {gpu: set() for gpu in gpus}
 
     def take(self, worker: str) -> str:
-        """The GPU for this worker; ``""`` where there is none to choose."""
+        """The GPU for this worker; ``""`` if there is none to choose."""
         if not self._users:
             return ""
         gpu = min(self._users, key=lambda name: len(self._users[name]))

@@ -20,7 +20,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 class Trimmer:
-    """Gives back what is free when the process has grown by an eighth of a gigabyte. Does nothing without glibc."""
+    """Returns free memory to the system when the process has grown by an eighth of a gigabyte. Does nothing without
+    glibc."""
 
     def __init__(self) -> None:
         self._trim = None
@@ -47,7 +48,7 @@ ADDRESSES, _RESIDENT = 0, 1
 
 
 def bytes_of_process(field: int) -> int:
-    """A size of this process; 0 where the system does not say."""
+    """A size of this process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[field]) * os.sysconf("SC_PAGE_SIZE")

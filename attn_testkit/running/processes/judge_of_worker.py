@@ -1,8 +1,8 @@
-"""The judge of a pytest worker: a fork of what the controller's judge forks its own workers from.
+"""The judge of a pytest worker. It is forked from the process from which the controller's judge forks its own workers.
 
 Each worker of xdist has a judge, and a fresh interpreter takes 1.5 s of a core to import torch and the kit. So the
-controller's judge has one forked for each of them (``start``). It has met no candidate and holds no expected value, and
-waits at a socket for its worker (``connect``).
+controller's judge lets one be forked for each pytest worker (``start``). This judge has imported no candidate and holds
+no expected value, and waits at a socket for its pytest worker (``connect``).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 _SERVE = "attn_testkit.running.processes.judge_process"
 """Module whose ``serve`` the process runs."""
 _PATIENCE = 60.0
-"""Seconds for a process to be forked and to take what the worker sends, on a busy machine."""
+"""Seconds for a process to be forked and to receive what the worker sends, on a busy machine."""
 _GRACE = 5.0
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON", "ATEN_", "KMP_", "LD_", "MALLOC_")
 _GIVEN = ("PYTHONPATH",)
-"""Read at the start too, and handed over as ``sys.path``."""
+"""A variable that is also read at the start, and is passed on as ``sys.path``."""
 _started: list[tuple[Child, str]] = []
 """Processes of this judge, with the folders of their sockets."""
 
 
 def settings(environment: Mapping[str, str], given: Sequence[str] = _GIVEN) -> dict[str, str]:
-    """Variables that must be the same in a fork: its interpreter and its libraries have read them.
-
-    ``given``: those that are handed over.
+    """Variables that must be the same in a fork, because its interpreter and its libraries have read them. ``given``:
+    variables that are passed on.
     """
     return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START) and name not in given}
 
 
 def start() -> str:
-    """Have a judge forked, in the controller's judge; the path of its socket, or empty text if none can be."""
+    """Let the controller's judge fork a judge. Returns the path of its socket, or empty text if no judge can be
+    forked."""
     if not hasattr(os, "pidfd_open"):
         return ""
     from .child import Child  # not for front ends, which start no process with it
@@ -80,8 +80,8 @@ def _remove(folder: str) -> None:
 
 
 def connect(place: str, path: Sequence[str], environment: Mapping[str, str]) -> tuple[Connection, Forked] | None:
-    """Connect to the judge that waits there: a pipe to it, and its process. None where there is none, or where a fresh
-    interpreter would differ from it. It serves one front end.
+    """Connect to the judge that waits at the socket. Returns a pipe to it, and its process; None if there is none, or
+    if a fresh interpreter would differ from it. A judge serves one front end.
     """
     given = json.dumps({"path": [*path], "environment": dict(environment), "folder": os.getcwd()}).encode()
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -102,7 +102,7 @@ def connect(place: str, path: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Receive so many bytes. Raises ``OSError`` where the other end is gone."""
+    """Receive this number of bytes. Raises ``OSError`` if the other end is gone."""
     found = b""
     while len(found) < count:
         some = connection.recv(count - len(found))
@@ -113,9 +113,8 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def accepted(listening: socket.socket) -> Connection | None:
-    """Wait for the front end, and become what a fresh interpreter of its would be: path, environment, folder, output.
-
-    None where that cannot be, or the front end is gone.
+    """Wait for the front end, and become equal to a fresh interpreter of the front end: path, environment, folder,
+    output. Returns None if that is not possible, or if the front end is gone.
     """
     # As in lane_process.py: it starts processes.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

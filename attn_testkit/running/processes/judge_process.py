@@ -1,9 +1,9 @@
-"""The judge in its own process, as every front end uses it.
+"""The judge in its own process. Every front end uses it.
 
 The judge must not share a process with the backend: one assignment at import could make any backend conformant. So
 pytest, a notebook and the command line start a fresh interpreter for the judge. It imports no candidate; the workers
-that it starts do. A front end needs no torch. A judge that dies is replaced: a plan and the results that have come are
-with the front end, so another can go on.
+that it starts do. A front end needs no torch. A judge that dies is replaced. The front end holds the plan and the
+results so far, so another judge can continue.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ _BOOT = (
 _PATIENCE = 10.0
 """Seconds for the judge to end its workers before it is killed."""
 MOST_DEATHS = 10
-"""Deaths of the process one after the other, with no answer and no result between, that end the run."""
+"""Number of successive deaths of the process, with no answer and no result between them, that ends the run."""
 
 
 class JudgeError(Exception):
-    """The judge failed: a fault of the kit or of the installation, never a verdict. Ends with what it printed."""
+    """The judge failed: a fault of the kit or of the installation, never a verdict. The message ends with what the
+    judge printed."""
 
 
 class _Died(Exception):
@@ -63,11 +64,11 @@ class _Died(Exception):
 
 
 class JudgeProcess:
-    """A ``request.Judge`` behind a pipe, replaced when it dies. Used by one thread."""
+    """A ``request.Judge`` at the other end of a pipe, replaced when it dies. Used by one thread."""
 
     def __init__(self, options: Options | None = None, device: str = "auto", *, place: str = "") -> None:
-        """``device``: what the run will ask for, as far as it is known. ``place``: where a judge waits that was forked
-        for this process (``for_worker``); without one, and where it has ended, a fresh interpreter is started.
+        """``device``: the device of the run, if it is known. ``place``: the socket of a judge that was forked for this
+        process (``for_worker``). Without one, or if that judge has ended, a fresh interpreter is started.
         """
         self._process: subprocess.Popen[bytes] | Forked
         self._options, self._device = options or Options(), device
@@ -77,7 +78,7 @@ class JudgeProcess:
         forked = judge_of_worker.connect(place, search_path(), _environment(device)) if place else None
         self._connection, self._process = forked or _fresh(device)
         self.note: Callable[[str], None] = lambda text: None
-        """Called with what goes on between two results."""
+        """Called with a text about what happens between two results."""
         self._begin(self._options)
 
     def plan(self, request: Request) -> Plan:
@@ -86,7 +87,8 @@ class JudgeProcess:
         return plan
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
-        """(what it declares in one line, why it cannot be imported) of each, one of them empty."""
+        """Pairs for each backend: one line with what it declares, and the reason why it cannot be imported. One of the
+        two is empty."""
         lines: list[tuple[str, str]] = self._ask("declared", tuple(specs), device)
         return lines
 
@@ -101,16 +103,16 @@ class JudgeProcess:
         return name
 
     def for_worker(self) -> str:
-        """Have a judge forked for another front end: its ``place``, or empty text. It ends with this one."""
+        """Let a judge be forked for another front end. Returns its ``place``, or empty text. That judge ends with this
+        one."""
         if RUNNER != _LOOP:
             return ""  # what is forked has imported that one
         place: str = self._ask("fork")
         return place
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
-        """Results as they come, one for each item. One that is given up before its end takes the judge along.
-
-        After the death of a judge another goes on, and repeats once the case-runs that were running.
+        """Results as they come, one for each item. If the caller stops reading before the end, the judge ends. If a
+        judge dies, another one continues, and repeats the case-runs that were running once.
         """
         left = list(items)
         running: list[Item] = []
@@ -132,7 +134,7 @@ class JudgeProcess:
                 self.close()
 
     def close(self) -> None:
-        """End the judge and every worker of its."""
+        """End the judge and all of its workers."""
         self._closed = True
         self._end()
 
@@ -152,7 +154,7 @@ class JudgeProcess:
             self._connection.send(options)
 
     def _replace(self, died: _Died) -> None:
-        """Start another judge. Raises ``JudgeError`` where that does not help."""
+        """Start another judge. Raises ``JudgeError`` if the judge died too often."""
         self._deaths += 1
         if self._closed:
             raise JudgeError(f"{died}; its output is printed above") from died
@@ -170,7 +172,7 @@ class JudgeProcess:
         self._begin(replace(self._options, spent_s=time.monotonic() - self._began))
 
     def _ask(self, kind: str, *values: object) -> Any:
-        """The answer to a question, if need be of another judge."""
+        """The answer to a question, from another judge if the first one dies."""
         while True:
             try:
                 self._send((kind, *values))
@@ -185,7 +187,7 @@ class JudgeProcess:
             raise self._ended() from error
 
     def _receive(self, kind: str, running: list[Item] | None = None) -> Any:
-        """Receive an answer. ``running``: gets the case-runs that begin before it."""
+        """Receive an answer. ``running``: receives the case-runs that begin before the answer."""
         try:
             found, value = self._connection.recv()
             while found in ("note", "begun"):
@@ -221,7 +223,7 @@ def _key(of: Item | CaseResult) -> tuple[str, str, str]:
 
 
 def _strike(items: list[Item], result: CaseResult) -> None:
-    """Remove the item that has this result."""
+    """Remove the item of this result."""
     for number, item in enumerate(items):
         if _key(item) == _key(result):
             del items[number]
@@ -229,7 +231,8 @@ def _strike(items: list[Item], result: CaseResult) -> None:
 
 
 def _with_once_more(left: list[Item], running: list[Item], how: str) -> Iterator[CaseResult]:
-    """Put what was running when the judge died into what is left, to be repeated. Yield results of what was before."""
+    """Add the case-runs that were running when the judge died to the remaining ones, to repeat them. Yield the results
+    that came before."""
     lost = {_key(item): item for item in running}
     running.clear()
     for number, item in reversed([*enumerate(left)]):
@@ -258,7 +261,7 @@ def _fresh(device: str) -> tuple[Connection, subprocess.Popen[bytes]]:
 
 
 def judge_for(options: Options, device: str = "auto") -> Judge:
-    """The judge for a run: a process, or with ``in_process`` this one."""
+    """The judge for a run: another process, or with ``in_process`` this process."""
     if not options.in_process:
         return JudgeProcess(options, device)
     # In its own process the judge is given this path; here it has to be set.

@@ -1,4 +1,4 @@
-"""Resources of a machine, found without torch: packages, cores, memory, caches of compiled kernels."""
+"""Resources of a machine, which are determined without torch: packages, cores, memory, caches of compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ...distributions import DISTRIBUTIONS, KIT
 
 GIGABYTE = 10**9
 MEMORY_OF_A_RUN = 2 * GIGABYTE
-"""Bytes that front end, judge and the process that workers are forked from take at most in core."""
+"""The most bytes that front end, judge and the process that workers are forked from need in core."""
 MEMORY_OF_A_JOB = 0.8 * GIGABYTE
 """Bytes that each worker adds to that."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """One that the kit or an extra of its asks for."""
+    """A package that the kit or one of its extras requires."""
 
     name: str
     wanted: str
     """``>=3.6,<3.11``; empty for any version."""
     installed: str
-    """Version; empty where it is not installed."""
+    """Version; empty if the package is not installed."""
     extra: str
     """The extra that installs it; empty for what the kit itself needs."""
     fits: bool
-    """Installed, and of a version in the range."""
+    """True if the package is installed, and its version is in the range."""
 
     @property
     def command(self) -> str:
@@ -84,9 +84,9 @@ class Resources:
     limited: bool
     """True if the memory is a container's limit."""
     threads: str
-    """``OMP_NUM_THREADS``; empty where it is not set."""
+    """``OMP_NUM_THREADS``; empty if it is not set."""
     caches: Mapping[str, int | None]
-    """Folder of compiled kernels -> files in it; None: it is not there."""
+    """Folder of compiled kernels -> files in it; None: the folder does not exist."""
 
     @property
     def usable(self) -> int:
@@ -166,13 +166,17 @@ def _of_emulation(found: Resources, emulated: bool) -> str:
 def _of_cores(found: Resources, emulated: bool) -> str:
     if found.jobs < 2:
         return ""
-    return f"a run uses one worker unless it is given more: {found.jobs} have room here (--jobs {found.jobs})"
+    return (
+        f"a run uses one worker unless you ask for more; this machine has room for {found.jobs} (--jobs {found.jobs})"
+    )
 
 
 def _of_quota(found: Resources, emulated: bool) -> str:
     if found.quota is None or found.quota >= found.cores:
         return ""
-    return f"this container may use {found.quota:g} of {found.cores} cores; more --jobs than that only wait"
+    return (
+        f"this container may use {found.quota:g} of {found.cores} cores; with more --jobs than that, workers only wait"
+    )
 
 
 def _of_memory(found: Resources, emulated: bool) -> str:
@@ -181,7 +185,7 @@ def _of_memory(found: Resources, emulated: bool) -> str:
     what = "this container may use" if found.limited else "this machine has"
     return (
         f"{what} {found.memory / GIGABYTE:.1f} GB of memory: room for {found.jobs} of {found.usable} workers in core; "
-        "the system ends further ones"
+        "the system kills further workers"
     )
 
 
@@ -198,8 +202,9 @@ def _of_caches(found: Resources, emulated: bool) -> str:
     if emulated or not cold:
         return ""
     return (
-        f"kernels are compiled on first use, 6 to 15 s each, and nothing is kept yet in {' and '.join(cold)}; "
-        "`python -m attn_testkit.backends.vendor.warmup` compiles FlashInfer's beforehand"
+        "kernels are compiled on first use, 6 to 15 s each, and no compiled kernel is stored yet in "
+        f"{' and '.join(cold)}; "
+        "`python -m attn_testkit.backends.vendor.warmup` compiles FlashInfer's kernels beforehand"
     )
 
 

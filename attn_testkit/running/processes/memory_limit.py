@@ -1,4 +1,5 @@
-"""Memory limit for a case that takes many gigabytes of addresses and uses few: nothing else may take as much."""
+"""Memory limit for a case that reserves many gigabytes of addresses and uses only a few of them. Nothing else may
+reserve as much."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .host_memory import ADDRESSES, bytes_of_process
 
 @contextmanager
 def no_more_than(more: int) -> Iterator[None]:
-    """Limit this process to ``more`` bytes in addition to what it has: beyond that its allocator fails.
+    """Limit this process to ``more`` bytes in addition to what it has. If it needs more, its allocator fails.
 
     Without the limit, writes to memory that the machine does not have make the system end some process. It does nothing
     if the system does not report how large a process is.

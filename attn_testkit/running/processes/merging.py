@@ -1,4 +1,4 @@
-"""Several sources of results, each followed by its own thread, as one."""
+"""Several sources of results as one. Each source has its own thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Raised:
 def merged(sources: Sequence[Iterable[T]], give_up: Callable[[], None]) -> Generator[T, None, None]:
     """Yield the items of all sources as they come. An exception of a source is raised here.
 
-    ``give_up`` is called when that happens, or when the caller stops reading: it has to make the sources end.
+    ``give_up`` is called when that happens, or when the caller stops reading: the function has to make the sources end.
     """
     found: queue.SimpleQueue[object] = queue.SimpleQueue()
 

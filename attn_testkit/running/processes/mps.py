@@ -1,4 +1,4 @@
-"""NVIDIA's MPS, with which several lanes use a GPU at the same time instead of in turn: a daemon of the run's own.
+"""NVIDIA's MPS, with which several lanes use a GPU at the same time instead of in turn. The run has its own daemon.
 
 A fatal fault of one client may end all clients of a GPU; that depends on GPU and driver. ``case_runs/lane.py`` repeats
 their case-runs.
@@ -22,7 +22,7 @@ from .gpus import NO_DAEMON, Gpu, visible_gpus
 
 PROGRAM = "nvidia-cuda-mps-control"
 _SECONDS = 10.0
-"""Time for the daemon to start, and for it and its servers to end."""
+"""Time for the daemon to start, and for the daemon and its servers to end."""
 _USUAL = "/tmp/nvidia-mps"
 """Folder of a daemon that was started without ``CUDA_MPS_PIPE_DIRECTORY``."""
 
@@ -32,7 +32,8 @@ class DaemonError(Exception):
 
 
 class Daemon:
-    """A daemon of MPS with folders of its own. It ends with ``close``, and with this process, however that ends."""
+    """A daemon of MPS with its own folders. It ends with ``close``, and also with this process, however this process
+    ends."""
 
     def __init__(self, program: str, environment: Mapping[str, str]) -> None:
         """Start it. ``program``: path of ``nvidia-cuda-mps-control``. Raises ``DaemonError``."""
@@ -67,7 +68,7 @@ class Daemon:
             raise DaemonError(f"{PROGRAM} -d ended with exit code {code}" + (f": {words}" if words else ""))
 
     def close(self) -> None:
-        """End the daemon and its servers, and remove its folders. To be called when its clients have ended."""
+        """End the daemon and its servers, and remove its folders. Call it after its clients have ended."""
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
             self._guard.stdin.close()
@@ -82,29 +83,29 @@ class Sharing:
     words: str = ""
     """A sentence for the header of the run; empty if no GPU is shared."""
     pipe: str = ""
-    """Folder of the daemon that workers are clients of, or ``NO_DAEMON``; empty: what the environment says holds."""
+    """Folder of the daemon whose clients the workers are, or ``NO_DAEMON``; empty: the environment is used
+    unchanged."""
     remaps: tuple[str, ...] = ()
     """GPUs as the caller lists them, if the daemon gives them other numbers."""
     daemon: Daemon | None = None
 
     def gpu(self, visible: str) -> Gpu:
-        """The GPU of a lane, by the value of ``CUDA_VISIBLE_DEVICES`` that it was assigned; empty: all."""
+        """The GPU of a lane, from the value of ``CUDA_VISIBLE_DEVICES`` that the lane was assigned; empty: all GPUs."""
         if not self.remaps:
             return Gpu(visible, self.pipe)
         numbers = [str(self.remaps.index(visible))] if visible else map(str, range(len(self.remaps)))
         return Gpu(visible, self.pipe, ",".join(numbers))
 
     def close(self) -> None:
-        """End the daemon, if the run has one of its own."""
+        """End the daemon, if the run has its own."""
         if self.daemon is not None:
             self.daemon.close()
             self.daemon = None
 
 
 def begin_sharing(mps: str, jobs: int, gpus: tuple[str, ...], device: str, environment: Mapping[str, str]) -> Sharing:
-    """Start a daemon if several lanes share a GPU. Raises ``UsageError`` if ``mps`` is ``on`` and there can be none.
-
-    ``gpus``: as ``Options.gpus``. ``device``: as it was asked for.
+    """Start a daemon if several lanes share a GPU. Raises ``UsageError`` if ``mps`` is ``on`` and no daemon can be
+    used. ``gpus``: as in ``Options.gpus``. ``device``: the requested device.
     """
     visible = visible_gpus(environment)
     if device == "cpu" or not visible:
@@ -131,7 +132,7 @@ def begin_sharing(mps: str, jobs: int, gpus: tuple[str, ...], device: str, envir
 
 
 def without_daemon(sharing: Sharing, reason: str, mps: str) -> Sharing:
-    """End the daemon, of which no worker can be a client, and go on without MPS. Raises ``UsageError`` with ``on``."""
+    """End the daemon if no worker can be its client, and continue without MPS. Raises ``UsageError`` with ``on``."""
     sharing.close()
     lanes = sharing.words.partition(" by ")[0]
     return _without(mps, reason, lanes)
@@ -144,7 +145,7 @@ def _without(mps: str, reason: str, lanes: str) -> Sharing:
 
 
 def _running(environment: Mapping[str, str]) -> str:
-    """Return the folder of a daemon whose clients processes with this environment would be; empty for none."""
+    """Return the folder of the daemon that processes with this environment would use; empty if there is none."""
     if named := environment.get("CUDA_MPS_PIPE_DIRECTORY", ""):
         # It may run outside this container, where its process cannot be seen.
         return named if Path(named, "control").exists() else ""

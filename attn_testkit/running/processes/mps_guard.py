@@ -1,7 +1,7 @@
 """A process that waits for the end of the one that started it, and then ends a daemon of MPS: run as a script.
 
-``mps_guard.py PROGRAM FOLDER``: the environment names the daemon. It ends it when its stdin is closed, which also
-happens when the other process is killed, and then removes the folder. It imports nothing of the kit.
+``mps_guard.py PROGRAM FOLDER``: the environment names the daemon. It ends the daemon when its own stdin is closed,
+which also happens when the other process is killed, and then removes the folder. It imports no module of the kit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PID_FILE = "nvidia-cuda-mps-control.pid"
 _NAME = "nvidia-cuda-mps"
 """Beginning of the names of the daemon's process and of its servers, of which the system keeps 15 characters."""
 _CLIENTS = 2
-"""Seconds that clients which are left have to end."""
+"""Time limit in seconds for remaining clients to end."""
 _SECONDS = 3.0
 """Time for an answer, and for processes to end by themselves."""
 
@@ -47,7 +47,7 @@ def _ask(program: str, command: str) -> str:
 
 
 def _end(processes: list[int]) -> None:
-    """Wait for processes of MPS, and kill those that stay."""
+    """Wait for processes of MPS, and kill the ones that do not end."""
     until = time.monotonic() + _SECONDS
     while any(map(is_of_mps, processes)) and time.monotonic() < until:
         time.sleep(0.02)
@@ -57,7 +57,7 @@ def _end(processes: list[int]) -> None:
 
 
 def is_of_mps(pid: int) -> bool:
-    """Report whether a process runs, and is not another one that has got the id since."""
+    """Report whether a process is running and is not a later one with the same id."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             name, _, state = file.read().partition("(")[2].rpartition(")")

@@ -1,7 +1,6 @@
-"""Imported last by the process that workers are forked from: makes once what every one of them needs first.
-
-And sets it aside from the garbage collector, with all that was imported. A worker that collects garbage would look at
-every object of torch and of the kit, and so copy the pages that it shares: two thirds of its start.
+"""The last import of the process that workers are forked from: it prepares once what every worker needs first. It also
+hides these objects, and everything that was imported, from the garbage collector. A worker that collects garbage would
+look at every object of torch and of the kit, and so copy the pages that it shares: two thirds of its start.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Reading what a worker sends: plain data of a few kinds, and no code.
+"""Reading the messages of a worker: plain data of a few kinds, and no code.
 
 A worker runs somebody's backend, and a pickle can name any function. The judge reads only pickles that build the
 messages and their contents.
@@ -44,7 +44,7 @@ def _is_declared(module: str, name: str) -> bool:
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()) and not _is_declared(module, name):
-            raise Unreadable(f"it sent {module}.{name}, which no message holds")
+            raise Unreadable(f"it sent {module}.{name}, which is not allowed in a message")
         return super().find_class(module, name)
 
 

@@ -1,4 +1,4 @@
-"""One worker process, seen from the judge: started, asked, timed, and replaced when it dies or hangs."""
+"""One worker process, as the judge uses it. It is started, asked, timed, and replaced if it dies or hangs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def import_seconds(timeout_s: float) -> float:
 
 
 class WorkerLost(Exception):
-    """The process died or hung over what it was asked. ``status`` is ``CRASHED`` or ``TIMED_OUT``.
-
-    ``of_another``: over a case-run that was begun ahead, and not over this request.
+    """The process died or hung while it answered a request. ``status`` is ``CRASHED`` or ``TIMED_OUT``. ``of_another``:
+    it did so in a case-run that was begun ahead, not in this request.
     """
 
     def __init__(self, status: Status, reason: str, *, of_another: bool = False) -> None:
@@ -40,7 +39,8 @@ class WorkerLost(Exception):
 
 
 class ImportKilled(BackendNotFound):
-    """The process was killed by SIGKILL while it imported the backend: from outside, so another may come to its end."""
+    """The process was killed by SIGKILL while it imported the backend. The signal came from outside, so another process
+    may succeed."""
 
 
 class WorkerStartError(Exception):
@@ -48,7 +48,8 @@ class WorkerStartError(Exception):
 
 
 class Worker:
-    """A process for one backend, and never for a second one. Starts importing at once; answers one question at a time.
+    """A process for one backend, and never for a second one. It starts importing at once, and answers one question at a
+    time.
 
     Used by one thread.
     """
@@ -96,12 +97,13 @@ class Worker:
                 self.close()
                 raise BackendNotFound(answer)
             if not isinstance(answer, Described):
-                raise WorkerStartError(f"a worker began with a {type(answer).__name__}{self.last_words()}")
+                raise WorkerStartError(f"the first message of a worker is a {type(answer).__name__}{self.last_words()}")
             self.described = answer
         return self.described
 
     def drive(self, request: RunCase | Rerun) -> RunRecord:
-        """Have a case or a rerun run. Raises ``WorkerLost``, and ``RuntimeError`` if the harness itself failed."""
+        """Run a case or a rerun in the worker. Raises ``WorkerLost``, and ``RuntimeError`` if the harness itself
+        failed."""
         self.describe()
         if self._ahead is not None and self._ahead != request:
             # Asked between: what was begun is kept for when it is asked for.
@@ -161,7 +163,7 @@ class Worker:
 
 @contextlib.contextmanager
 def _lost(*, of_another: bool = False) -> Iterator[None]:
-    """A child that is lost inside is a worker that is lost."""
+    """Convert a ``ChildLost`` inside into a ``WorkerLost``."""
     try:
         yield
     except ChildLost as error:

@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _compiled(targets: Sequence[str], notes: Sequence[Any], seconds: float) -> list[Any]:
-    """Compile each launch for each target, and print what comes of it."""
+    """Compile each launch for each target, and print the results."""
     from cuda_on_cpu.compile_for import compile_for
 
     found = []
@@ -84,7 +84,7 @@ def _read_notes(asked: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _run(script: str, arguments: Sequence[str], policy: Any, log: Any) -> tuple[int, str]:
-    """Run the script. Returns an exit code, and the text of what was found."""
+    """Run the script. Returns an exit code, and the text of the finding."""
     from cuda_on_cpu import EmulationError, emulated_cuda, session
 
     sys.argv = [script, *arguments]

@@ -138,7 +138,7 @@ def accesses_of(
 ) -> Iterator[tuple[Tensor, Access]]:
     """Arguments of a call that it surely touches, with the accesses.
 
-    `chosen`: True for only those whose places are chosen by present numbers, False for all others.
+    `chosen`: True for only those whose places depend on values of tensors, False for all others.
     """
     uses = _uses_of(op)
     for use in uses:
@@ -155,7 +155,7 @@ def accesses_of(
 
 
 def has_chosen_places(op: OpOverload) -> bool:
-    """True if numbers or masks choose some of the elements that an operation touches."""
+    """True if index values or masks choose some of the elements that an operation touches."""
     return any(use.partly for use in _uses_of(op))
 
 
@@ -166,6 +166,6 @@ def _given(use: _Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[
 
 
 def _touches_something(uses: Sequence[_Use], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True if the call touches something: False if a mask or an index may be empty."""
+    """True if the call surely touches memory: False if a mask or an index may be empty."""
     others = [tensor for use in uses if not use.partly for tensor in _given(use, args, kwargs)]
     return all(tensor.numel() and dtype_of(tensor) not in (torch.bool, torch.uint8) for tensor in others)

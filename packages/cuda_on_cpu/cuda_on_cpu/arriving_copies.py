@@ -1,6 +1,6 @@
 """Pinned memory that an asynchronous copy from the device writes, before the host has waited for the copy.
 
-On a GPU such a copy is made when the device comes to it; until then the host reads the old contents. Here it is made at
+On a GPU such a copy is made when the device reaches it; until then the host reads the old contents. Here it is made at
 once, and its bytes are held back until the host waits for the copy's stream, or for an event after it. An earlier host
 operation that reads or writes the memory is refused. A read that the emulation cannot see (through numpy, for instance)
 gets the old bytes.
@@ -45,7 +45,7 @@ class ArrivingCopies:
     def before(self, target: Tensor) -> bytes | None:
         """Contents of the target of an asynchronous copy that is about to be made; None if the host waits for it.
 
-        It waits if the target is not pinned, or has gaps: then torch copies into other memory first.
+        The host waits if the target is not pinned, or has gaps, because torch then copies into other memory first.
         """
         size = target.nbytes
         if not (size and is_pinned(target) and target.is_contiguous()):
@@ -68,7 +68,7 @@ class ArrivingCopies:
         self._bytes += len(before)
 
     def arrive(self, known: Clock | None = None) -> None:
-        """Write the held bytes of the copies that ``known`` comes after, because the host waited; None: of all."""
+        """Write the held bytes of the copies before ``known``, because the host waited; None: of all copies."""
         late = []
         for copy in self.pending:
             if known is not None and known.get(copy.stream, 0) < copy.epoch:
@@ -79,10 +79,10 @@ class ArrivingCopies:
         self._bytes = sum(len(copy.arrives) for copy in late)
 
     def arrive_in(self, used: Access) -> None:
-        """Release the held bytes of memory that the device uses: it does so after its own copies."""
+        """Release the held bytes of memory that the device uses. The device uses it after its own copies."""
         touched = [copy for copy in self.pending if copy.target.first < used.end and used.first < copy.target.end]
         if touched:
-            # In the order in which they were made: one may lie over another.
+            # In the order in which they were made: one may overlap another.
             self.arrive()
 
     def refuse(self, access: Access, what: str) -> None:

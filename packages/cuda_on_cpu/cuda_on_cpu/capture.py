@@ -1,4 +1,4 @@
-"""Record of one capture: operations, the memory they use, the streams they ran on. It is plain state that a recorder
+"""Record of one capture: operations, the memory they use, the streams they ran on. It is plain state, which a recorder
 fills and a graph replays."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Capture:
     """One capture, from its beginning until its graph is reset or dies.
 
     `nodes` are in the order of the program, `blocks` by the identity of their storage. `failed`: CUDA would have lost
-    the capture. `ended`: it became a graph, and nothing is recorded any more. `order`: the account of its branches, if
-    the program has its own streams. `stamps`: streams of operations, and the work that they come after, by the identity
-    of the node; kept if branches may be late.
+    the capture. `ended`: it became a graph, and nothing is recorded any more. `order`: the order of its branches, if
+    the program has its own streams. `stamps`: streams of operations, and the work before them, by the identity of the
+    node; kept if branches may be late.
     """
 
     __slots__ = (
@@ -62,7 +62,8 @@ class Capture:
         return any(same_generator(known, generator) for known in (*self._generators, *torch.cuda.default_generators))
 
     def block(self, tensor: Tensor, *, in_pool: bool = False) -> Block:
-        """The block of `tensor`'s storage, made at its first use in the capture; `in_pool`: as the capture's memory."""
+        """The block of `tensor`'s storage, made at its first use in the capture; `in_pool`: as memory of the
+        capture."""
         storage = tensor.untyped_storage()
         block = self.blocks.get(storage._cdata)
         return self._meet(storage, in_pool) if block is None else block
@@ -116,7 +117,7 @@ class Capture:
         self._live.pop(block.key, None)
 
     def undo(self) -> None:
-        """Undo what the captured operations did: on CUDA kernels do not run during a capture."""
+        """Undo the effects of the captured operations, because on CUDA kernels do not run during a capture."""
         for block in self.blocks.values():
             if block.in_pool:
                 block.fill(self.policy.fill)
@@ -124,5 +125,5 @@ class Capture:
                 block.restore()
 
     def blocks_to_check(self) -> list[Block]:
-        """Memory whose address a replay must check: all of it but pool memory that the program dropped."""
+        """Memory whose address a replay must check: all memory except pool memory that the program dropped."""
         return [block for block in self.blocks.values() if not block.in_pool] + [*self._live.values()]

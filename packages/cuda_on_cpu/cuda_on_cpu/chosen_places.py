@@ -1,4 +1,4 @@
-"""Elements that numbers or masks choose: rows of an `index_put_`, slots of a gather."""
+"""Elements that index values or masks choose: rows of an `index_put_`, slots of a gather."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ OF_CHOSEN_PLACES = frozenset(
 )  # fmt: skip
 """Operations that touch chosen elements only. One that returns a changed copy (`index_fill`) reads all of its input."""
 CHOSEN_FROM = frozenset({"self", "weight", "input", "sorted_sequence", "boundaries"})
-"""Arguments of such operations in which numbers or masks choose the touched elements. They fill all of `out`."""
+"""Arguments of such operations in which index values or masks choose the touched elements. The operations fill all of
+`out`."""
 _MOST_PLACES = 1 << 16
 
 
@@ -72,7 +73,7 @@ def places_of(tensor: Tensor, op: OpOverload, args: tuple[Any, ...], kwargs: Map
 
 
 def _with_inner_axes(tensor: Tensor, axes: int, offsets: Tensor | None) -> tuple[Tensor | None, int]:
-    """Offsets of the pieces without gaps, and elements of each, if all of the axes behind the first `axes` are used."""
+    """Offsets of the pieces without gaps, and elements of each, if all axes after the first `axes` are used."""
     inner = 1
     sizes, steps = list(tensor.size()[axes:]), list(tensor.stride()[axes:])
     while sizes and (sizes[-1] == 1 or steps[-1] == inner):
@@ -82,7 +83,8 @@ def _with_inner_axes(tensor: Tensor, axes: int, offsets: Tensor | None) -> tuple
 
 
 def _plus(offsets: Tensor | None, axes: Iterable[tuple[int, int]]) -> Tensor | None:
-    """Offsets with those of every element of other axes, each of (size, step); None if they are too many."""
+    """Offsets, combined with the offsets of every element of other axes, each given as (size, step); None if there are
+    too many."""
     for size, step in axes:
         if offsets is None or offsets.numel() * size > _MOST_PLACES:
             return None
@@ -91,7 +93,7 @@ def _plus(offsets: Tensor | None, axes: Iterable[tuple[int, int]]) -> Tensor | N
 
 
 Picked = tuple[int, Tensor | None]
-"""Number of axes in which elements are chosen, and the offsets of those; None if they are too many."""
+"""Number of axes in which elements are chosen, and their offsets; None if there are too many."""
 
 
 def _from_end(index: Tensor, size: int) -> Tensor:

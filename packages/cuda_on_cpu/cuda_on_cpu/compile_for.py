@@ -1,4 +1,4 @@
-"""Launches of a program compiled for devices that are not there: what is refused, and what each needs of a device."""
+"""Launches of a program, compiled for devices that this machine lacks: refusals, and the resources of each launch."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Compiled:
     target: str
     launch: LaunchNote
     refused: str = ""
-    """The reason why the device cannot run it: the compiler's, or its shared memory."""
+    """The reason why the device cannot run the launch: the compiler's message, or its shared memory."""
     unknown: str = ""
     """The reason why it was not compiled."""
     shared: int = 0
     """Bytes of shared memory of a block."""
     registers: int | None = None
-    """Registers of a thread; None without the tool that tells them."""
+    """Registers of a thread; None without the tool that reports them."""
     stack: int | None = None
     """Bytes of local memory of a thread, where registers are spilled."""
     uses: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def compile_for(
     """Compile each launch in a process without TRITON_INTERPRET, and yield the results in order.
 
     ``target``: one of ``TARGETS``. ``seconds``: the longest that one launch may take. ``jobs``: number of processes, by
-    default as many as this one has cores. Triton keeps what it compiled in its own cache.
+    default the number of cores. Triton caches the compiled kernels itself.
     """
     waiting = deque(enumerate(launches))
     answers: list[queue.SimpleQueue[Compiled]] = [queue.SimpleQueue() for _ in launches]
@@ -90,7 +90,7 @@ def _work(
     seconds: float,
     answers: Sequence[queue.SimpleQueue[Compiled]],
 ) -> None:
-    """Compile waiting launches until there are none, in a process that is started again if a launch ended it."""
+    """Compile waiting launches until none is left, in a process that is restarted if a launch ended it."""
     while waiting:
         with _Worker(target) as worker:
             while True:

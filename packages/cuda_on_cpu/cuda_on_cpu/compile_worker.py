@@ -1,7 +1,8 @@
-"""The process that compiles launches for a device that is not there: `python -m cuda_on_cpu.compile_worker`.
+"""The process that compiles launches for a device that this machine lacks: `python -m cuda_on_cpu.compile_worker`.
 
 It reads a target (`sm90`) and launches (JSON, one per line) from its input, and answers each with a line of JSON.
-Kernels run in the interpreter if TRITON_INTERPRET is set, and the compiler needs it unset: so it is another process.
+Kernels run in the interpreter if TRITON_INTERPRET is set, but the compiler needs it unset, so this is a separate
+process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _set_driver(capability: int, torch: Any) -> None:
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
 
     class Driver:
-        """Methods of a driver that compiling asks for."""
+        """Methods of a driver that the compiler calls."""
 
         get_current_target = staticmethod(lambda: target)
         get_current_device = staticmethod(lambda: 0)
@@ -72,7 +73,7 @@ def _found(modules: dict[str, Any], kernel: str, module: str, file: str) -> Any:
 
 
 def _module(name: str, file: str) -> Any:
-    """The module, as far as it runs without a device. A script runs up to `if __name__ == "__main__"`."""
+    """The module, executed as far as possible without a device. A script runs up to `if __name__ == "__main__"`."""
     if name != "__main__":
         sys.path.append(str(Path(file).parents[name.count(".")]))
         return importlib.import_module(name)
@@ -137,7 +138,7 @@ def _compiled(kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str,
 
 
 def _reason(error: Exception) -> str:
-    """The compiler's last line, and the line of the kernel."""
+    """Reason of a failure: the compiler's last line, and the line of the kernel."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     at = next((line for line in lines if line.startswith("at ")), "")
     return f"{type(error).__name__}: {lines[-1] if lines else ''}" + (f" ({at})" if at else "")

@@ -91,12 +91,14 @@ def histogram_range_open(call: Call) -> bool:
 
 
 def repeats_decide_the_size(call: Call) -> bool:
-    """repeat_interleave with a tensor of repeats and no output_size must sum them to know its result's size."""
+    """repeat_interleave with a tensor of repeats and no output_size must sum the repeats to get the size of its
+    result."""
     return isinstance(call["repeats"], Tensor) and call["output_size"] is None
 
 
 def isin_sorts(call: Call) -> bool:
-    """True for so many test elements that torch sorts, by unique() (the threshold in its TensorCompare.cpp)."""
+    """True if there are so many test elements that torch sorts with unique() (the threshold in its
+    TensorCompare.cpp)."""
     elements, tests = call["elements"], call["test_elements"]
     both = isinstance(elements, Tensor) and isinstance(tests, Tensor)
     return both and not call["assume_unique"] and bool(tests.numel() >= 10.0 * elements.numel() ** 0.145)

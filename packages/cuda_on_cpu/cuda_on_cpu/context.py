@@ -18,10 +18,10 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
     """Run the block as an ordinary CUDA program on CPU memory.
 
     Inside it `device="cuda"`, `torch.cuda.CUDAGraph`, streams, events, pinned memory and Triton launches under the
-    interpreter work, and what breaks or goes stale under a CUDA graph on a GPU breaks or goes stale here. It may be
-    nested (an inner policy holds until the inner block ends); each thread enters for itself. Everything is restored at
-    the end. The block raises EmulationError, or a subclass, if the program would fail on a GPU; entering raises
-    RuntimeError on a torch whose private APIs are not what this package expects.
+    interpreter work, and a program that breaks or reads stale data under a CUDA graph on a GPU does so here as well. It
+    may be nested (an inner policy applies until the inner block ends); each thread enters it separately. Everything is
+    restored at the end. The block raises EmulationError, or a subclass, if the program would fail on a GPU; entering
+    raises RuntimeError if torch's private APIs are not those that this package expects.
     """
     outer = session.current()
     if outer is not None:

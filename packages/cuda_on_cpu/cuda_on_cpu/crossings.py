@@ -1,4 +1,4 @@
-"""Calls that move data between host and device, or that look at device memory from the host."""
+"""Calls that move data between host and device, or that read device memory on the host."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _make(
 
 
 def _index(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[[0, 2]] makes a tensor of the list, and copies it to the device."""
+    """x[[0, 2]] turns the list into a tensor, and copies it to the device."""
     if session.strict and is_device(args[0]):
         index = args[1]
         for item in index if isinstance(index, tuple) else (index,):
@@ -233,7 +233,7 @@ def _empty(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _tensor_split(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch's CPU code reads the positions without an operation that could be seen."""
+    """torch's CPU code reads the positions without a visible operation."""
     positions = args[1] if len(args) > 1 else kwargs.get("tensor_indices_or_sections")
     if isinstance(positions, Tensor) and is_device(positions):
         session.refuse(rules.SPLIT_BY_DEVICE, "tensor_split()")

@@ -64,7 +64,7 @@ _NATIVE = frozenset({type(Tensor.add), type(Tensor.__getitem__), type(torch.zero
 _HANDLED_IF_STRICT = frozenset({Tensor.__getitem__, Tensor.__setitem__, Tensor.tolist})
 
 _ASK, _RUN, _THINK = range(1, 4)
-"""Paths of an eager call: straight through; by the place of its arguments, if they lie in one place; the long path."""
+"""Paths of an eager call: directly; by the place of its arguments, if all are in one place; the long path."""
 _WAYS: dict[Any, int] = {
     **dict.fromkeys(_PLAIN, _RUN),
     **dict.fromkeys(_LOOKED_INTO, _THINK),
@@ -176,7 +176,7 @@ class DeviceFunctions(TorchFunctionMode):
                 finally:
                     session.creating = outer
                 if on_host:
-                    return result  # a copy's target lies where it lay, on the host too
+                    return result  # a copy's target stays where it was, on the host too
                 return tag_device(result) if type(result) is Tensor else _tag_result(result)
             if on_host and not on_device:
                 outer, session.creating = session.creating, False
@@ -226,7 +226,7 @@ class DeviceFunctions(TorchFunctionMode):
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func` on the device or the host, where its arguments lie, or refuse a mixture."""
+        """Call `func` on the device or the host, depending on its arguments, or refuse a mixture."""
         session = self.session
         found = _places(args)
         on_device = found >= _DEVICE
@@ -252,7 +252,7 @@ class DeviceFunctions(TorchFunctionMode):
             result = self._call(func, args, kwargs, found)
         finally:
             session.creating = outer
-        # What is written in place lies where it lay: a copy may have the host as its target.
+        # Memory that is written in place stays where it was: a copy may have the host as its target.
         return _tag_result(result) if on_device and not (args and result is args[0]) else result
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

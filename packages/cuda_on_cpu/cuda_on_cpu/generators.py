@@ -21,7 +21,7 @@ class EmulatedGenerator(_RealGenerator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """cuda:0, although the numbers are drawn on the CPU."""
+        """cuda:0, although random numbers are drawn on the CPU."""
         return _CUDA
 
 

@@ -31,7 +31,8 @@ _COLLECT_BEFORE_REPLAYS = 2
 
 
 class EmulatedGraph:
-    """The emulated `torch.cuda.CUDAGraph`. `recorded` is what its capture noted; None before, and after a reset."""
+    """The emulated `torch.cuda.CUDAGraph`. `recorded` holds the captured operations; None before a capture, and after a
+    reset."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._keep_graph = keep_graph
@@ -57,7 +58,7 @@ class EmulatedGraph:
     def capture_begin(
         self, pool: PoolHandle | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
-        """Record what this thread does on the current stream, and on streams that wait for it, until `capture_end`.
+        """Record the work of this thread on the current stream, and on streams that wait for it, until `capture_end`.
 
         `pool` is a handle from `pool()` or `torch.cuda.graph_pool_handle()`; None: its own pool. Raises
         CaptureError inside another capture; RuntimeError, as torch does, on the default stream, for a graph that is
@@ -92,7 +93,7 @@ class EmulatedGraph:
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
-        """End the capture: memory outside the pool is as it was before, and the graph can be replayed.
+        """End the capture: memory outside the pool has its earlier contents, and the graph can be replayed.
 
         Raises CaptureError, and discards the capture, if CUDA would have lost it or a side stream was not joined;
         RuntimeError without a `capture_begin` of this graph.
@@ -152,7 +153,7 @@ class EmulatedGraph:
     def replay(self) -> None:
         """Run the recorded operations again on the same memory, with the host values of the capture.
 
-        Raises DanglingMemoryError, before anything runs, if memory they use is gone (policy "poison": they get a
+        Raises DanglingMemoryError, before anything runs, if memory that they use is gone (policy "poison": they get a
         private buffer of fill bytes); CaptureError inside a capture; RuntimeError before a successful capture.
         """
         current = session.current()
@@ -199,7 +200,7 @@ class EmulatedGraph:
         self._replays += 1
 
     def _tell(self, order: StreamOrder, stream: int, capture: Capture) -> None:
-        """Report a replay to the account of streams, before it runs."""
+        """Report a replay to the order of streams, before it runs."""
         if self._touched is None:
             self._touched, self._watched = touched_by(capture.nodes), watched_steps(self._sources)
         order.wait(stream, self._work)  # CUDA runs the launches of one graph one after another
@@ -256,15 +257,15 @@ class EmulatedGraph:
 
 
 def _say_where(error: Exception, node: Node) -> None:
-    """Add to an error of a replay the line that recorded the operation; its traceback has only the line that
-    replays."""
+    """Add the line that recorded the operation to an error of a replay, whose traceback has only the line of the
+    replay."""
     error.add_note(f"in the replay of {node.name}, recorded at {node.site}")
     with contextlib.suppress(AttributeError, TypeError):
         error.site = node.site  # type: ignore[attr-defined]
 
 
 def _replace_what_is_gone(blocks: list[Block], capture: Capture) -> bool:
-    """Replace memory of `capture` that is gone by other buffers (policy "poison"). Returns True if any was replaced.
+    """Replace freed memory of `capture` by other buffers (policy "poison"). Returns True if any was replaced.
 
     Raises DanglingMemoryError under the policy "error".
     """
@@ -297,7 +298,8 @@ def _dangling(block: Block, trouble: str, users: list[Node]) -> DanglingMemoryEr
 
 
 class AcceleratorGraph(EmulatedGraph):
-    """The emulated `torch.accelerator.Graph`: `with stream, graph:` captures the block. It raises what they raise."""
+    """The emulated `torch.accelerator.Graph`: `with stream, graph:` captures the block. It raises the errors of the
+    two."""
 
     def __init__(
         self, keep_graph: bool = False, *, pool: PoolHandle | None = None, capture_error_mode: str = "default"

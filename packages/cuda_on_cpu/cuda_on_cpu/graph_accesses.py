@@ -1,4 +1,4 @@
-"""Accesses of a replay, for the account of streams: memory of the graph that the program can reach, and its inputs."""
+"""Accesses of a replay, for the order of streams: memory of the graph that the program can reach, and its inputs."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def tell(order: StreamOrder, blocks: Iterable[Block], touched: Iterable[Touched]
 
 
 Watched = Callable[[StreamOrder, int, Callable[[], object]], None]
-"""Runs a step of a replay on a stream, and reports what is known only then."""
+"""Function that runs a step of a replay on a stream, and reports accesses that are known only then."""
 
 
 def watched_steps(nodes: Iterable[Node]) -> dict[int, Watched]:
-    """Nodes of which more is to be reported than their accesses, by their identity."""
+    """Nodes with more to report than their accesses, by their identity."""
     found: dict[int, Watched] = {}
     for node in nodes:
         if not isinstance(node, OpNode) or not isinstance(node.what, OpOverload):
@@ -108,7 +108,7 @@ def _chosen(node: OpNode, order: StreamOrder, stream: int, step: Callable[[], ob
 def tell_shared(order: StreamOrder, own: Iterable[Block], others: Iterable[Block], stream: int) -> None:
     """Report a replay's memory in a pool that other graphs use too. Raises EmulationError like ``tell``.
 
-    `others`: memory that they dropped, and that a device may give to this graph.
+    `others`: memory that the other graphs dropped, and that a device may assign to this graph.
     """
     for block in (*own, *others):
         if block.owner is not None and block.nbytes:

@@ -42,7 +42,7 @@ class Installation:
     def enter(self) -> None:
         """Count one more thread inside; the first replaces everything.
 
-        Raises RuntimeError, and replaces nothing, on a torch whose private APIs are not what this package expects.
+        Raises RuntimeError, and replaces nothing, if torch's private APIs are not those that this package expects.
         """
         self._check_torch()
         with self._lock:
@@ -97,8 +97,8 @@ class Installation:
         self.checked = True
 
     def _freeze_once(self) -> None:
-        """Freeze the garbage collector once per process: a capture collects garbage, and old objects need no search
-        each time."""
+        """Freeze the garbage collector once per process: a capture collects garbage, and old objects need not be
+        searched each time."""
         if self._froze:  # asking gc how much is frozen takes 28 ms
             return
         gc.collect()
@@ -155,7 +155,7 @@ def _recording_streams(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer(original: Any, of_device: Any) -> property:
-    """A property that is `of_device` for device tensors."""
+    """A property that returns `of_device` for device tensors."""
     of_host = original.__get__
 
     def get(tensor: Tensor) -> Any:

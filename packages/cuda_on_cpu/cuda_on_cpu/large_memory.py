@@ -1,7 +1,7 @@
 """Memory that is too large to copy or to fill: only its touched pages count.
 
-A host gives memory page by page, when it is first written, and zeroed. A device tensor of many gigabytes of which a
-program uses a few rows costs a laptop nothing, as long as nothing fills it.
+A host allocates memory page by page, zeroed, at the first write. So a device tensor of many gigabytes, of which a
+program uses a few rows, costs nothing on a laptop, as long as nothing fills it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 LARGE = 1 << 30
-"""Size in bytes from which memory keeps the contents that the system gives."""
+"""Size in bytes from which memory is not filled, so that it keeps the system's contents."""
 
 
 def is_large(nbytes: int) -> bool:
@@ -22,9 +22,8 @@ def is_large(nbytes: int) -> bool:
 
 
 def _touched(address: int, nbytes: int) -> tuple[int, npt.NDArray[np.bool_]]:
-    """First page that begins at or before ``address``, and of each page from there on whether it is in memory.
-
-    Raises ``OSError`` if the system does not say.
+    """First page that begins at or before ``address``, and a flag for each page from there on: True if it is in memory.
+    Raises ``OSError`` if the system does not report that.
     """
     page = mmap.PAGESIZE
     first = address // page * page
@@ -56,7 +55,7 @@ class Saved:
                 self._pieces.append((part, ctypes.string_at(part, min(LARGE, end - part))))
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Address ranges that count: the first of each, and the one after its last."""
+        """Address ranges that count: the first address of each, and the address after its last."""
         if not is_large(self._nbytes):
             return [(self._address, self._address + self._nbytes)]
         page, (start, flags) = mmap.PAGESIZE, _touched(self._address, self._nbytes)

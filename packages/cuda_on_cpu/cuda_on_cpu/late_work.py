@@ -1,8 +1,7 @@
-"""Work of side streams that a late device has not begun: it is done when something waits for it.
-
-Streams run in any order that their waits allow. In the other order, what the program issues on a side stream happens
-only when another stream or the host waits for it, or the stream itself goes on with work that is not late. So results
-differ where a wait is missing, whatever the two streams touch.
+"""Work of side streams that a late device has not begun: it is done when something waits for it. Streams may run in any
+order that their waits allow. In this order, work on a side stream happens only when another stream or the host waits
+for it, or when the stream continues with work that is not late. So results differ if a wait is missing, whatever memory
+the two streams touch.
 """
 
 from __future__ import annotations
@@ -29,28 +28,29 @@ class LateWork:
         self._streams: dict[int, list[tuple[int, Work]]] = {}
 
     def add(self, stream: int, epoch: int, work: Work) -> None:
-        """Do `work` later, after what is late on its stream."""
+        """Do `work` later, after other late work on its stream."""
         self._streams.setdefault(stream, []).append((epoch, work))
 
     def catch_up(self, done: Mapping[int, int] | None = None) -> None:
-        """Do what is late on these streams, up to an epoch of each; None: on all. Raises what the work raises."""
+        """Do the late work on these streams, up to an epoch of each; None: on all. Raises the errors of that work."""
         for stream in list(self._streams if done is None else done):
             late = self._streams.get(stream, [])
             while late and (done is None or late[0][0] <= done[stream]):
                 late.pop(0)[1]()
 
     def catch_up_on(self, stream: int) -> None:
-        """Do all that is late on one stream."""
+        """Do all late work on one stream."""
         for _, work in self._streams.pop(stream, ()):
             work()
 
     def forget(self) -> None:
-        """Forget what is late: the program ended with an error."""
+        """Forget late work, because the program ended with an error."""
         self._streams.clear()
 
 
 def may_be_late(operation: Operation) -> Tensor | None:
-    """The tensor that an operation returns if it only writes that one, so that nobody misses its result; or None."""
+    """The tensor that an operation returns, if it only writes that tensor, so that its result is not needed earlier;
+    else None."""
     facts, args = operation.facts, operation.args
     if not (operation.on_device and facts.written) or facts.foreign or facts.view or facts.name in CHANGES_GEOMETRY:
         return None
@@ -65,9 +65,8 @@ def may_be_late(operation: Operation) -> Tensor | None:
 
 def late_branches(nodes: list[Node], stamps: dict[int, tuple[int, Clock]], origin: int) -> list[Node]:
     """Nodes of a graph in another legal order: those of branches come when something waits for them, and the branch
-    that was joined last comes first.
-
-    `stamps`: stream of a node, and the work that it comes after, by its identity; without one it stays in its place.
+    that was joined last comes first. `stamps`: stream of a node, and the work before it, by its identity; a node
+    without a stamp stays in its place.
     """
     if all(stream == origin for stream, _ in stamps.values()) or any(map(_draws_numbers, nodes)):
         return nodes

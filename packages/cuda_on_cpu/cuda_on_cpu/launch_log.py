@@ -1,4 +1,5 @@
-"""Notes of the Triton launches of a program, with what a compiler must know to compile each of them for a device."""
+"""Notes of the Triton launches of a program, with the information that a compiler needs to compile each of them for a
+device."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ _ALIGNMENT = 16
 
 
 class Unsupported(ValueError):
-    """An argument that cannot be handed to another process."""
+    """An argument that cannot be sent to another process."""
 
 
 @dataclass(frozen=True)
 class LaunchNote:
-    """A launch, as JSON can hold it."""
+    """A launch, in a form for JSON."""
 
     kernel: str
     """Qualified name of the kernel's function."""
@@ -85,7 +86,7 @@ class LaunchLog:
 def note_grids(most: tuple[int, int] | None = None) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """Yield a list that gets the kernel and the grid of each launch inside the block.
 
-    ``most``: an axis and a number of programs: no launch has more there. Requires an active emulation.
+    ``most``: an axis, and the most programs of a launch along it. Requires an active emulation.
     """
     current, notes = session.require(), list[tuple[str, tuple[int, ...]]]()
     before = current.launched
@@ -118,7 +119,7 @@ def _log_of(folder: str) -> LaunchLog:
 
 @contextmanager
 def note_launches(folder: str) -> Iterator[None]:
-    """Have compiled kernels be noted instead of launched, each kind in a line of a file in ``folder``."""
+    """Note compiled kernels instead of launching them, each kind in a line of a file in ``folder``."""
     kernel: Any = importlib.import_module("triton.runtime.jit").JITFunction
     log, stock = _log_of(folder), kernel.run
 

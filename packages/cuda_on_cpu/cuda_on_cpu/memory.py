@@ -30,7 +30,7 @@ def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
 
 
 def give_back_free_memory() -> None:
-    """Have the C library return what is free in its heap. Does nothing without glibc."""
+    """Make the C library return the free memory of its heap. Does nothing without glibc."""
     trim = _trim()
     if trim is not None:
         trim(0)
@@ -55,10 +55,10 @@ _Geometry = tuple[torch.dtype, int | torch.SymInt, torch.Size, tuple[int, ...]]
 class Block:
     """One storage that a graph uses.
 
-    `owner` is set for memory of the graph's own pool only. Anything else is outside: it may die at any time, and its
-    address must not be touched before `trouble()` has said that it is still the same memory. `nbytes` and `address`
-    are what they were when the graph met the storage. `number`: the later it did, the larger. `movable`: nothing has
-    the address but aliases that this block made.
+    `owner` is set for memory of the graph's own pool only. Other memory is outside: it may be freed at any time, and
+    its address must not be used before `trouble()` has checked that it is still the same memory. `nbytes` and `address`
+    are those of the graph's first use of the storage. `number` grows with the time of the first use. `movable`: only
+    aliases that this block made use the address.
     """
 
     __slots__ = (
@@ -127,7 +127,7 @@ class Block:
         self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
 
     def move_into(self, other: Block) -> None:
-        """Use the memory of `other`, which is as large and unused during this block's life; give back its own."""
+        """Use the memory of `other`, which has the same size and is unused during this block's life; free its own."""
         with disable_functions(), inference():
             for alias in self._aliases.values():
                 alias.set_(other.raw, alias.storage_offset(), alias.size(), alias.stride())
@@ -148,7 +148,7 @@ class Block:
             self.saved = Saved(self.address, self.nbytes)
 
     def restore(self) -> None:
-        """Undo what the capture changed, if the memory is still there."""
+        """Undo the changes of the capture, if the memory still exists."""
         if self.saved is not None and self.trouble() is None:
             self.saved.put_back()
         self.saved = None
@@ -159,7 +159,8 @@ class Block:
             fill_storage(self.owner, byte)
 
     def replace_by_filled_buffer(self, byte: int) -> None:
-        """Replace memory that is gone: everything recorded on it uses a private buffer of `byte` from now on."""
+        """Replace memory that is gone: everything that was recorded on it uses a private buffer of `byte` from now
+        on."""
         buffer = torch.full((max(self.nbytes, 1),), byte, dtype=torch.uint8).untyped_storage()
         with torch.inference_mode():
             for alias in self._aliases.values():

@@ -17,7 +17,8 @@ _device = DEVICE.entries
 class Operation:
     """One call on its way through the dispatcher.
 
-    `tensors` are all that it is called with, `keys` the identities of their memory; `on_device`: all of them lie there.
+    `tensors` are all its tensor arguments, `keys` the identities of their memory; `on_device`: all of them are device
+    memory.
     """
 
     __slots__ = ("args", "facts", "func", "keys", "kwargs", "on_device", "tensors")
@@ -40,7 +41,7 @@ class Operation:
         self.tensors, self.keys, self.on_device = tensors, keys, on_device
 
     def touches_device(self) -> bool:
-        """True if some tensor lies on the device."""
+        """True if some tensor is on the device."""
         return bool(self.keys) and (self.on_device or any(key in _device for key in self.keys))
 
     def is_floating(self) -> bool:
@@ -56,7 +57,7 @@ class Operation:
         return written_by(self.facts, self.args, self.kwargs) if self.facts.written else []
 
     def fresh(self, result: Any) -> list[tuple[int, Tensor]]:
-        """(position, tensor) of the results that do not lie in the arguments' memory."""
+        """(position, tensor) of the results that are not in the arguments' memory."""
         if type(result) is Tensor:
             return [] if storage_key(result) in self.keys else [(0, result)]
         outputs: list[Tensor] = []
@@ -65,7 +66,7 @@ class Operation:
 
 
 def is_memory_of(tensor: Tensor, result: Any) -> bool:
-    """True if all of `result` lies in the memory of `tensor`."""
+    """True if all of `result` is in the memory of `tensor`."""
     key = storage_key(tensor)
     if isinstance(result, Tensor):
         return key != 0 and storage_key(result) == key

@@ -1,8 +1,7 @@
-"""Pinned memory that is written again while an asynchronous copy from it may be pending.
-
-On a GPU such a copy reads the memory when the device comes to it. Here it is made at once; the bytes are kept, and
-compared when the host waits for anything, or when the memory is copied from once more. A write of other bytes between
-two waits may have been too early. Waits by other means than torch's, such as another thread, raise no error.
+"""Pinned memory that is written again while an asynchronous copy from it may be pending. On a GPU such a copy reads the
+memory when the device reaches it. Here the copy is made at once; its bytes are kept, and compared when the host waits
+for anything, or when the memory is copied again. If the bytes changed between two waits, the write may have been too
+early. Waits that torch does not make, such as in another thread, raise no error.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class _Copy(NamedTuple):
     what: str
     place: Spot | Site
     changed: bool = False
-    """True if other bytes were in its source since."""
+    """True if its source has held other bytes since."""
 
 
 class PendingCopies:
@@ -59,13 +58,13 @@ class PendingCopies:
         self._bytes += size
 
     def was_written(self, access: Access) -> None:
-        """The host wrote memory, by an operation that was seen: it may write the old bytes again."""
+        """Note that the host wrote memory by a visible operation, which may write the old bytes again."""
         for i, copy in enumerate(self.pending):
             if copy.address < access.end and access.first < copy.address + len(copy.read) and _differs(copy):
                 self.pending[i] = copy._replace(changed=True)
 
     def device_writes(self, first: int, end: int) -> None:
-        """Note that a copy of the device will write memory, after those that read it: the host did not write it."""
+        """Note that a device copy will write memory after the copies that read it, so the host did not write it."""
         self.pending = [
             copy
             for copy in self.pending
@@ -81,7 +80,7 @@ class PendingCopies:
             self.forget()
 
     def forget(self) -> None:
-        """Forget all copies, because it is unknown what was waited for."""
+        """Forget all copies, because the host waited for unknown work."""
         self.pending.clear()
         self._bytes = 0
 
@@ -100,5 +99,6 @@ class PendingCopies:
 
 
 def _differs(copy: _Copy) -> bool:
-    """True if its source has other bytes. Pinned memory that is gone is given to nobody while a copy is pending."""
+    """True if its source has other bytes. Pinned memory that was freed is not allocated again while a copy is
+    pending."""
     return not is_gone(copy.storage) and ctypes.string_at(copy.address, len(copy.read)) != copy.read

@@ -1,4 +1,4 @@
-"""Behavior of the emulation where CUDA leaves a choice, and effects that it cannot show."""
+"""Behavior of the emulation if CUDA leaves a choice, and effects that the emulation cannot show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Policy:
-    """Strictness of the emulation. The defaults find most. Raises ValueError for a value that a field does not have.
+    """Strictness of the emulation. The defaults find the most mistakes. Raises ValueError for a value that a field does
+    not have.
 
     `dangling`            action of a replay when memory it uses is gone: raise, or ("poison") let the graph use a
                           private buffer of fill bytes instead

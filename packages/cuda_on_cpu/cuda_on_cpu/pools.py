@@ -1,4 +1,4 @@
-"""Memory pools: captures that share one may be given what an earlier one dropped."""
+"""Memory pools: captures that share a pool may reuse memory that an earlier one dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pool:
         self.captures: weakref.WeakSet[Capture] = weakref.WeakSet()
 
     def reusable(self) -> list[Block]:
-        """Blocks of earlier captures that the next one could be given: nobody refers to them any more."""
+        """Blocks of earlier captures that the next one may reuse, because nobody refers to them any more."""
         blocks: list[Block] = []
         for capture in self.captures:
             capture.retire_dropped_blocks()
@@ -37,7 +37,7 @@ def new_handle() -> PoolHandle:
 
 
 def pool_for(handle: PoolHandle) -> Pool:
-    """The pool behind a handle, made if there is none; it lasts as long as a graph that uses it."""
+    """The pool of a handle, created if there is none; it lasts as long as a graph that uses it."""
     pool = _pools.get(handle)
     if pool is None:
         pool = _pools[handle] = Pool(handle)

@@ -1,6 +1,5 @@
-"""Private torch APIs that this package uses, in one place, each with a self-test that says what broke.
-
-If a new torch release changes one of them, a self-test reports it in one sentence, before a wrong verdict.
+"""Private torch APIs that this package uses, in one place, each with a self-test. If a new torch release changes one of
+them, a self-test reports it in one sentence, before there can be a wrong verdict.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._wea
 """The identity of a storage, which is given to no other until `release_identity`; the storage itself may go."""
 release_identity: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 storage_at: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
-"""The storage of an identity that is kept, None when it is gone."""
+"""The storage of a kept identity, None when it is gone."""
 _CPU = torch.device("cpu")
 _CUDA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -68,7 +67,7 @@ def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
 
 
 def storage_from_weak(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage behind a weak reference, None when it is gone."""
+    """The storage of a weak reference, None when it is gone."""
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
@@ -83,20 +82,20 @@ def has_composite_kernel(op: OpOverload) -> bool:
 
 
 def direct_call(op: OpOverload) -> Callable[..., object]:
-    """The function behind `op`, without a Python function in between."""
+    """The C++ function of `op`, without a Python function in between."""
     return op._op if type(op) is OpOverload else op
 
 
 def opened(op: OpOverload, implicit: bool) -> Callable[..., object]:
-    """Calls a composite so that the active modes see the operations inside it."""
+    """Call a composite so that the active modes see the operations inside it."""
     if not implicit:
         return functools.partial(op.redispatch, _CPU_KEYS)
     return op.decompose if _IMPLICIT in op.py_kernels else functools.partial(op._op_dk, _IMPLICIT)
 
 
 def run_kernel(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Run the kernel itself, so that the active modes see the operations inside it. A kernel registered for CUDA only
-    (Python, in a custom operation) serves too."""
+    """Run the kernel itself, so that the active modes see the operations inside it. A kernel that is registered only
+    for CUDA (Python, in a custom operation) is used as well."""
     return op.redispatch(_CUDA_KEYS if _only_for_cuda(op) else _CPU_KEYS, *args, **kwargs)
 
 
@@ -316,7 +315,7 @@ SELF_TESTS: dict[str, tuple[Callable[[], bool], str]] = {
 
 
 def self_tests() -> list[str]:
-    """Run all self-tests; one sentence for each that failed, none when all is well."""
+    """Run all self-tests; one sentence for each that failed."""
     failures = []
     for name, (test, meaning) in SELF_TESTS.items():
         try:

@@ -24,7 +24,7 @@ Call = Callable[..., Any]
 
 @dataclass(slots=True)
 class Node:
-    """One thing that a replay does again, named by `what`, recorded at `place`. `blocks` is every memory it touches."""
+    """One action that a replay repeats, named by `what`, recorded at `place`. `blocks` is every memory it touches."""
 
     what: object
     place: Spot | Site
@@ -82,7 +82,7 @@ class DropNode(Node):
     poison: bool = True
 
     def step(self, fill: int | None) -> Step | None:
-        """Fill the dropped memory; None without a fill byte or if the policy keeps temporaries."""
+        """A step that fills the dropped memory; None without a fill byte, or if the policy keeps temporaries."""
         return _filler(self.blocks[0], fill) if self.poison else None
 
 
@@ -98,7 +98,7 @@ class CallNode(Node):
 
 
 def compile_program(nodes: list[Node], fill: int | None) -> tuple[list[Step], list[Node]]:
-    """The calls of one replay, in order, and what each of them does again."""
+    """The calls of one replay, in order, and the action that each repeats."""
     with disable_functions():
         calls = [(step, node) for node in nodes if (step := node.step(fill)) is not None]
     return [step for step, _ in calls], [node for _, node in calls]
@@ -164,7 +164,7 @@ _PLACEMENT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 @functools.cache
 def _out_variant(op: OpOverload) -> _OutVariant | None:
-    """The overload that takes the same arguments plus one `out=` tensor, so that a replay needs no copy."""
+    """The overload with the same arguments plus one `out=` tensor, so that a replay needs no copy."""
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
     # a factory's out= form takes the dtype from the tensor; in a conversion the dtype is the operation itself
     loose = [a for a in wanted if a[0] not in _PLACEMENT] if op._schema.name != "aten::_to_copy" else wanted

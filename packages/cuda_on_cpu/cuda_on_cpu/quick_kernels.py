@@ -1,7 +1,7 @@
 """Faster kernels of torch, with the same bits, for operations whose CPU kernels are slow for large tensors.
 
-torch converts FP8 number by number, picks rows element by element, and fills by a mask without vector instructions.
-If the other kernel gains nothing or is not known to give the same (small tensors, odd layouts, gradients), the
+torch converts FP8 values one by one, selects rows element by element, and fills by a mask without vector instructions.
+If the other kernel is not faster, or not known to give the same bits (small tensors, odd layouts, gradients), the
 operation itself runs.
 """
 
@@ -22,7 +22,7 @@ Step = Callable[[], object]
 
 _aten = torch.ops.aten
 _CONVERTS, _PICKS, _FILLS = 2048, 8192, 2048
-"""Number of elements from which each is faster."""
+"""Number of elements from which each kernel is faster."""
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _ROWS = _FLOATS | {torch.uint8, torch.int16, torch.int32, torch.int64}
@@ -86,7 +86,7 @@ def _picked(tensor: Tensor, index: Any) -> Tensor | None:
 
 
 def _fills(tensor: Tensor, mask: Any, value: Any) -> bool:
-    """True if a mask fills some of a tensor's own shape with a number that every dtype holds."""
+    """True if a mask of the tensor's shape fills elements with a number that every dtype can represent."""
     if type(value) not in (int, float) or (math.isfinite(value) and value != 0):
         return False
     if type(mask) is not Tensor or dtype_of(mask) is not torch.bool or not _is_plain(tensor, _FILLS):

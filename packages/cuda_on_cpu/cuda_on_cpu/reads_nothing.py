@@ -46,7 +46,7 @@ TENSORS_AT: dict[Any, frozenset[int]] = {
     **dict.fromkeys((*_functions("clamp clamp_"), torch.where), frozenset({0, 1, 2})),
     **dict.fromkeys(_functions("index_select gather"), frozenset({0, 2})),
 }
-"""Function -> positions at which it may have a tensor; at any other a value would be read from it."""
+"""Function -> positions at which it may have a tensor; at any other position it would read the tensor's value."""
 
 _AT_LEAST = {torch.where: 3, torch.repeat_interleave: 2, Tensor.repeat_interleave: 2}
 """Function -> its smallest number of arguments; with fewer the size of the result depends on values."""
@@ -55,7 +55,7 @@ _INDICES = frozenset({torch.int32, torch.int64})
 
 
 def reads_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """True if a call reads no value on the host, provided that all its tensors lie on the device.
+    """True if a call reads no value on the host, provided that all its tensors are on the device.
 
     False inside of vmap, and if the program has its own dispatch mode.
     """
@@ -97,7 +97,7 @@ def _are_tensors(values: Iterable[Any]) -> bool:
 
 
 def _puts_by_number(args: tuple[Any, ...]) -> bool:
-    """True if rows are stored by index numbers; the host would have to count a mask."""
+    """True if rows are stored by index values; for a mask the host would have to count."""
     if len(args) != 3 or type(args[1]) not in (list, tuple) or not _are_tensors((args[0], args[2])):
         return False
     return _are_tensors(args[1]) and all(dtype_of(index) in _INDICES for index in args[1])

@@ -50,18 +50,18 @@ _CLONE = torch.ops.aten.clone.default
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 Fresh = tuple[int, Tensor, Block]
-"""Position of a tensor in a result, the tensor, and the new memory that it lies in."""
+"""Position of a tensor in a result, the tensor, and its new memory."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that handles device="cuda" and host reads below the Python functions of torch. Eager code that needs it uses
-    it without a recorder."""
+    """Mode that handles device="cuda" and host reads below the Python functions of torch. Eager code may use it without
+    a recorder."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.session = session
         self._inside = False
-        """True while the kernel of a custom operation runs, whose operations are seen."""
+        """True while the kernel of a custom operation runs and its inner operations are inspected."""
 
     supports_higher_order_operators = True
 
@@ -104,7 +104,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call `func` and see every operation below it."""
         if (
             self._inside
-        ):  # it sees them already; seen twice, a quicker kernel's own operations would be taken for theirs
+        ):  # it sees them already; seen twice, a quicker kernel's own operations would be counted as theirs
             return func(*args, **kwargs)
         push_mode(self)
         try:
@@ -174,7 +174,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise mixed_devices(self.session, str(operation.func))
 
     def _opens(self, operation: Operation) -> bool:
-        """True if it is a composite that has to run so that the operations inside it are seen."""
+        """True for a composite that has to run so that the operations inside it are seen."""
         facts = operation.facts
         if facts.inside is None or (facts.name in MATRIX_PRODUCTS and operation.on_device and operation.is_floating()):
             return False
@@ -202,7 +202,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_inside_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order operator as the operations of its eager kernel.
 
-        On a GPU a compiler may make one kernel of it, which waits for no more than these do.
+        On a GPU a compiler may turn it into one kernel, which waits for nothing more.
         """
         with self.session.function_mode, self:
             result = private.run_dense_kernel(func, args, kwargs)
@@ -264,7 +264,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def take(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that writes none of its arguments, as if the dispatcher had shown it; no mode is active.
 
-        NotImplemented, and nothing runs, unless all its tensors lie on the device.
+        NotImplemented, and nothing runs, unless all its tensors are on the device.
         """
         operation = Operation(func, args, kwargs)
         if not operation.on_device:
@@ -286,8 +286,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_waited_for(operation: Operation) -> bool:
-    """True if the host may wait for an operation on host and device memory: for all but copies of pinned memory that
-    are asked not to block."""
+    """True if the host may wait for an operation on host and device memory: for all operations except non-blocking
+    copies of pinned memory."""
     call = call_of(operation.facts, operation.args, operation.kwargs)
     return not (call["non_blocking"] and any(map(is_pinned, operation.tensors)))
 

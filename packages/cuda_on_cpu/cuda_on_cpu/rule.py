@@ -27,8 +27,8 @@ NON_BLOCKING = "pass non_blocking=True, or do the copy before the capture"
 
 @dataclass(frozen=True)
 class Rule:
-    """`ops` at the dispatcher that CUDA refuses in a capture when `applies`; no ops: the function rules ask for it by
-    name."""
+    """`ops` at the dispatcher that CUDA refuses in a capture when `applies`; without `ops`, function rules refer to it
+    by name."""
 
     why: str
     cuda: str

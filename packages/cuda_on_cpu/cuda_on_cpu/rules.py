@@ -386,7 +386,7 @@ BY_OPERATION: dict[str, tuple[Rule, ...]] = {
 ON_DEVICE: dict[str, tuple[Rule, ...]] = {
     name: rules for name in _OPERATIONS if (rules := tuple(rule for rule in BY_OPERATION[name] if not rule.crosses))
 }
-"""Rules that may apply if all tensors lie on the device."""
+"""Rules that may apply if all tensors are on the device."""
 
 
 def refusal(call: Call, by_operation: Mapping[str, tuple[Rule, ...]] = BY_OPERATION) -> Rule | None:

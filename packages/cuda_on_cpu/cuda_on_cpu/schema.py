@@ -1,5 +1,4 @@
-"""Facts of an operation's schema, looked up once: arguments that it writes, operations that it is made of, and inputs
-that it accepts."""
+"""Facts of an operation's schema, looked up once: written arguments, inner operations, and accepted inputs."""
 
 from __future__ import annotations
 
@@ -42,19 +41,19 @@ _KEEP_WHOLE = frozenset(
      "_safe_softmax", "nan_to_num"}
 )  # fmt: skip
 MATRIX_PRODUCTS = frozenset({"einsum", "matmul", "linear"})
-"""Composites that are kept whole, except for integers, which CUDA refuses."""
+"""Composites that are not opened, except for integers, which CUDA refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Facts of the schema of an operation, looked up once.
 
-    `run` calls it, or a function that leaves the same bits. `arguments` are (name, default, or None) in order;
+    `run` calls the operation, or a function with the same results. `arguments` are (name, default, or None) in order;
     `written` has the (position, name) of those it writes. `implicit`: torch defines it by other operations on every
     device. `explicit`: one C++ kernel made of other operations serves CPU and CUDA, and is opened. `inside` runs either
     so that these operations are seen. `foreign`: a custom operation. `view`: unless its result is new memory, it ran no
-    kernel; it has one tensor argument. `takes_host_scalars`: a host tensor without dimensions may be given together
-    with device tensors.
+    kernel; it has one tensor argument. `takes_host_scalars`: it accepts a host tensor without dimensions together with
+    device tensors.
     """
 
     name: str
@@ -123,7 +122,7 @@ def among(tensor: Tensor, others: list[Tensor]) -> bool:
 
 
 def call_of(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call as a rule's condition reads it: every argument by name, defaults filled in."""
+    """The call, in the form for the condition of a rule: every argument by name, defaults filled in."""
     values = dict(facts.arguments)
     values.update((name, value) for (name, _), value in zip(facts.arguments, args, strict=False))
     values.update(kwargs)

@@ -35,7 +35,7 @@ class FunctionMode(Protocol):
         """Stop to see calls."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func` on the memory that its arguments name, without asking `crossings` first."""
+        """Call `func` on the memory that its arguments name, without the rules of `crossings`."""
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func` and see every operation below it."""
@@ -45,13 +45,14 @@ class Session:
     """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it.
 
     `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` the default stream of
-    torch.cuda.graph. `called` is the function of torch that the author called, if an error may need it. `creating`:
+    torch.cuda.graph. `called` is the function of torch that the author called, in case an error needs it. `creating`:
     operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on
-    the host and the CUDA one does not, so reading them is not an error. `order`: the account of streams, kept once the
-    program has its own stream or pinned memory; `handles` are those of streams made in here. `scratch`: addresses that
-    programs of a kernel may race for, by the identity of their storage. `launched`: called with each launch of a Triton
-    kernel. `operations`: how many calls of torch may have launched something. `before`: the stream of the last launch
-    of a Triton kernel, `operations` then, and what it wrote. `late`: what side streams have not begun.
+    the host and the CUDA one does not, so reading them is not an error. `order`: the order of streams, kept once the
+    program has its own stream or pinned memory; `handles` are those of streams that it created. `scratch`: addresses
+    for which programs of a kernel may race, by the identity of their storage. `launched`: called with each launch of a
+    Triton kernel. `operations`: number of calls of torch that may have launched something. `before`: the stream of the
+    last launch of a Triton kernel, `operations` at that time, and the memory that it wrote. `late`: work that side
+    streams have not begun.
     """
 
     __slots__ = (
@@ -106,7 +107,7 @@ class Session:
             self.keep_order()
 
     def meet(self, stream: StreamState) -> None:
-        """Note that the program has `stream`: the first that counts starts the account of streams."""
+        """Note that the program uses `stream`; the first stream that counts starts the order of streams."""
         if stream.counts:
             self.keep_order()
         if not stream.foreign:
@@ -115,7 +116,7 @@ class Session:
             self.order.is_strange(stream.cuda_stream)
 
     def keep_order(self) -> None:
-        """Start the account of order: of streams, and of copies from pinned memory."""
+        """Start to track the order of streams and of copies from pinned memory."""
         if self.order is None:
             self.order = StreamOrder(self._threads, self.late.catch_up)
             if self.capture is not None:
@@ -128,7 +129,7 @@ class Session:
         return late and self.stream is not self.default_stream
 
     def delays(self, work: Callable[[], object]) -> bool:
-        """Leave work that has no result to later, if the current stream is late; False if it is to be done now."""
+        """Postpone work that has no result, if the current stream is late; False if it must be done now."""
         stream, order = self.stream, self.order
         if order is None or not self.is_late:
             self.late.catch_up_on(stream.cuda_stream)
@@ -148,7 +149,7 @@ class Session:
         return True
 
     def new_account(self) -> StreamOrder:
-        """An account of streams that knows nothing yet."""
+        """A new, empty order of streams."""
         return StreamOrder(self._threads)
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ class Session:
             order.holds_back(target, before, self.stream.cuda_stream, self.operation or "Tensor.copy_")
 
     def says_done(self, work: Mapping[int, int], asked: bool) -> bool:
-        """True if `query()` answers that work is done: a late device is not done when it is first asked."""
+        """True if `query()` returns that work is done: on a late device the first query returns False."""
         late = self.policy.late and not asked and self.order is not None and not self.order.host_knows(work)
         return not late
 
@@ -201,12 +202,12 @@ class Session:
 
     @property
     def keeps_order(self) -> StreamOrder | None:
-        """The account of streams for the present work: none in a capture, where nothing runs."""
+        """The order of streams for the present work: None in a capture, where nothing runs."""
         return self.order if self.capture is None else None
 
     @property
     def account(self) -> StreamOrder | None:
-        """The account of streams that the memory of the present work belongs to: in a capture, that of its branches."""
+        """The order of streams for the memory of the present work: in a capture, that of its branches."""
         if self.capture is None:
             return self.order
         return self.capture.order if self.recording else None
@@ -219,7 +220,8 @@ class Session:
             self.order.allocated(tensor.untyped_storage(), self.stream.cuda_stream)
 
     def touch(self, tensor: Tensor, *, writes: bool = False, what: str = "") -> None:
-        """The current stream reads or writes a tensor, if that is device memory. Raises EmulationError for a race.
+        """Note that the current stream reads or writes a tensor, if that is device memory. Raises EmulationError for a
+        race.
 
         Call it with function modes off.
         """
@@ -235,7 +237,8 @@ class Session:
             order.host_waits_for(self.stream.cuda_stream)
 
     def begin_capture(self, capture: Capture, abandon: Callable[[], None]) -> None:
-        """Start to record into `capture`. `abandon` ends it if the program leaves the emulation before it does."""
+        """Start to record into `capture`. `abandon` ends it if the program leaves the emulation before it ends the
+        capture."""
         self.capture, self._abandon = capture, abandon
 
     def end_capture(self) -> None:
@@ -269,9 +272,9 @@ class Session:
     def refuse(self, rule: Rule, operation: str = "") -> None:
         """Do what CUDA would if `rule`'s operation happened now.
 
-        Raises CaptureError inside a capture, EmulationError outside for a rule that holds in eager code too, and
-        HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns if
-        CUDA would let it happen.
+        Raises CaptureError inside a capture, EmulationError outside for a rule that also applies in eager code, and
+        HostSyncError for a wait under `set_sync_debug_mode("error")` (a warning under "warn"). Returns if CUDA would
+        let it happen.
         """
         if self.capture is None and not rule.eager:
             if not rule.says_whom:

@@ -40,7 +40,7 @@ _BINARY = {
     Tensor.__and__: (_aten.bitwise_and.Tensor, _aten.bitwise_and.Scalar),
     Tensor.__or__: (_aten.bitwise_or.Tensor, _aten.bitwise_or.Scalar),
 }
-"""Operations of two tensors, and of a tensor and a number."""
+"""Operations of two tensors, or of a tensor and a number."""
 
 _UNARY = {
     Tensor.__invert__: _aten.bitwise_not.default,
@@ -81,7 +81,8 @@ def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def has_numbers_alone(args: tuple[Any, ...]) -> bool:
-    """True if a tensor's method gets only numbers, sizes, or a type: nothing that must be read from memory."""
+    """True if the arguments of a tensor's method are only numbers, sizes, or a type, so nothing must be read from
+    memory."""
     return all(type(value) in _INTEGERS or _is_shape(value) for value in args[1:])
 
 
@@ -103,10 +104,8 @@ def _is_basic(index: Any) -> bool:
 
 
 def operation_of(func: Any, args: tuple[Any, ...]) -> Taken | None:
-    """The one operation that a call without keywords is, if all its tensors have one place; None: ask the
-    dispatcher.
-
-    It writes none of its arguments.
+    """The only operation of a call without keywords, if all its tensors are in one place; None: use the dispatcher. The
+    operation writes none of its arguments.
     """
     count = len(args)
     if func is torch.einsum:
@@ -146,7 +145,8 @@ def _of_two(func: Any, args: tuple[Any, ...]) -> Taken | None:
 
 
 def _is_index(value: Any) -> bool:
-    """True if a tensor is an index by numbers and has dimensions: one without is a number that has to be read."""
+    """True if a tensor is an integer index with dimensions; an index without dimensions is a number that has to be
+    read."""
     return type(value) is Tensor and value.dtype in _INDICES and value.dim() > 0
 
 

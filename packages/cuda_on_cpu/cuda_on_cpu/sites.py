@@ -1,6 +1,6 @@
 """Places in the author's own code: the first frame that is not torch, triton or this package.
 
-Every allocation and every recorded operation notes its place, and few are ever read: a `Spot` is quickly taken from a
+Every allocation and every recorded operation notes its place, but few are ever read: a `Spot` is quickly made from a
 running frame, and becomes a `Site` when it is read.
 """
 
@@ -53,7 +53,7 @@ Spot = tuple[CodeType, int]
 def author_spot(skip: int = 0) -> Spot | Site:
     """The innermost frame that belongs to the program under test; `UNKNOWN` if there is none.
 
-    `skip`: so many callers are functions of this package, and need no look.
+    `skip`: number of callers that are functions of this package and need no check.
     """
     frame = sys._getframe(1 + skip)
     while frame is not None:
@@ -66,7 +66,7 @@ def author_spot(skip: int = 0) -> Spot | Site:
 
 
 def site_of(place: Spot | Site) -> Site:
-    """The line of a spot; a site is one already."""
+    """The line of a spot; a site is returned unchanged."""
     if isinstance(place, Site):
         return place
     code, offset = place

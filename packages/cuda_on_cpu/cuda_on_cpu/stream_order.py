@@ -1,8 +1,7 @@
-"""Memory that two streams use with no order between them.
-
-A vector clock for each stream says whose work it comes after; every storage remembers who touched it last. Operations
-that are not seen leave something unsaid, and never accuse anybody: what must not be missed are waits. So whatever might
-make the host or a stream wait counts as if it did, and two accesses collide only if they surely touch the same byte.
+"""Memory that two streams use with no order between them. A vector clock for each stream records the work before it;
+every storage remembers its last accesses. An operation that is not seen may hide a collision but never causes a false
+report, so no wait may be missed: everything that might make the host or a stream wait counts as a wait, and two
+accesses collide only if they surely touch the same byte.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ _MOST_STORAGES = 4096
 _MOST_STREAMS = 64
 _SEVERAL_THREADS = -1
 _ROUNDED = 512
-"""torch's allocator gives freed memory to the next tensor of as many bytes, rounded up to this."""
+"""Bytes to which torch's allocator rounds sizes: freed memory is reused for the next tensor of the same rounded
+size."""
 _MOST_LENT = 64
 
 
@@ -40,7 +40,7 @@ class _Past(NamedTuple):
     what: str
     place: Spot | Site
     freed: bool = False
-    """True for an access to memory that was freed, and whose place another tensor has now."""
+    """True for an access to memory that was freed and now belongs to another tensor."""
 
 
 class _History:
@@ -52,23 +52,22 @@ class _History:
         self.weak: StorageWeakRef = weak_reference(storage)
         self.size = -(-storage.nbytes() // _ROUNDED)
         self.owner = owner
-        """The stream that it was allocated on; None if another memory pool owns it."""
+        """The stream on which the memory was allocated; None if another memory pool owns it."""
         self.recorded: set[int] = set()
         """Streams whose work its allocator waits for, by `record_stream`."""
         self.past: dict[tuple[Access, int], _Past] = {}
 
 
 class StreamOrder:
-    """The account of one thread's streams outside of captures, since its program has its own stream.
-
-    `threads` says how often a thread entered the emulation so far, or -1 while several are inside: these may order
-    their work in ways that are not seen, and nothing is said of it.
+    """The order of one thread's streams outside of captures, since its program has its own stream. `threads` is the
+    number of times that a thread entered the emulation so far, or -1 while several are inside: these may order their
+    work in ways that are not seen, so nothing is reported.
     """
 
     def __init__(
         self, threads: Callable[[], int], catch_up: Callable[[Clock | None], None] = lambda done: None
     ) -> None:
-        """`catch_up(work)`: does what is late of some work that something waits for; None: of all."""
+        """`catch_up(work)`: does the late part of work that something waits for; None: all late work."""
         self._threads = threads
         self._catch_up = catch_up
         self._since = threads()
@@ -79,18 +78,20 @@ class StreamOrder:
         self._histories: dict[int, _History] = {}
         self._strange: set[int] = set()
         self._owners: dict[int, tuple[StorageWeakRef, int | None]] = {}
-        """Owners of memory that is not the default stream's, by its start: a stream; None for a graph's pool."""
+        """Owners of memory that does not belong to the default stream, by its start: a stream; None for a graph's
+        pool."""
         self._lent: list[_History] = []
-        """Memory that other streams than its own have used."""
+        """Memory that streams other than its owner have used."""
         self.copies = PendingCopies()
         self.arrivals = ArrivingCopies()
 
     def is_strange(self, stream: int) -> None:
-        """Somebody else made `stream`: nobody knows what it waits for, so that its work divides all other work."""
+        """Note that other code created `stream`: its waits are unknown, so its work counts as ordered with all other
+        work."""
         self._strange.add(stream)
 
     def mark(self, stream: int) -> Clock:
-        """All work that `stream` comes after, its own so far included."""
+        """All work before the next work of `stream`, its own so far included."""
         epoch, clock = self._epochs.get(stream, 1), self._clock(stream)
         self._epochs[stream] = epoch + 1
         _join(clock, self._host)
@@ -102,7 +103,7 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def as_of(self, stream: int, epoch: int, clock: Clock) -> Iterator[None]:
-        """Account for work of `stream` as of the time when it was issued: its epoch, and whose work it comes after."""
+        """Record work of `stream` as of the time when it was issued: its epoch, and the work before it."""
         now = self.epoch(stream), self._clock(stream)
         self._epochs[stream], self._after[stream] = epoch, dict(clock)
         try:
@@ -113,7 +114,7 @@ class StreamOrder:
             self._epochs[stream], self._after[stream] = max(epoch, self.epoch(stream)), clock
 
     def comes_after(self, stream: int) -> Clock:
-        """The work of others that the next work of `stream` comes after."""
+        """The work of other streams before the next work of `stream`."""
         return dict(self._clock(stream))
 
     def wait(self, stream: int, work: Clock) -> None:
@@ -174,11 +175,12 @@ class StreamOrder:
             self.arrivals.refuse(access, what)
 
     def knows(self, storage: torch.UntypedStorage) -> None:
-        """Accesses to its addresses are those of this memory, whatever tensors they are made through."""
+        """Note a storage: accesses to its addresses count as accesses to this memory, through whatever tensors."""
         self._history(storage)
 
     def touch(self, storage: torch.UntypedStorage, access: Access, stream: int, what: str) -> None:
-        """Work of `stream` touches memory. Raises EmulationError if another stream's does, and neither waits."""
+        """Note that work of `stream` touches memory. Raises EmulationError if another stream's work does too, and
+        neither waits."""
         if stream in self._strange:
             self.all_done()
         else:
@@ -191,9 +193,8 @@ class StreamOrder:
             self._touch(history, access, stream, what)
 
     def allocated(self, storage: torch.UntypedStorage, stream: int) -> None:
-        """New memory of `stream`: on a device it may be freed memory that another stream still uses.
-
-        Its accesses then count as accesses to the new memory.
+        """Note new memory of `stream`: on a device it may be freed memory that another stream still uses. Accesses of
+        that stream then count as accesses to the new memory.
         """
         if stream != DEFAULT_STREAM_HANDLE:
             self.owned_by(storage, stream)
@@ -211,7 +212,7 @@ class StreamOrder:
                 return
 
     def owned_by(self, storage: torch.UntypedStorage, owner: int | None) -> None:
-        """Memory of a stream; None: of a graph's pool, which gives it to no eager program."""
+        """Note memory of a stream; None: of a graph's pool, which no eager program reuses."""
         if len(self._owners) >= _MOST_STORAGES:
             self._owners = {start: each for start, each in self._owners.items() if not is_gone(each[0])}
         self._owners[storage.data_ptr()] = weak_reference(storage), owner
@@ -223,7 +224,7 @@ class StreamOrder:
         )
 
     def recorded(self, storage: torch.UntypedStorage, stream: int) -> None:
-        """`record_stream`: freed memory is not given to anybody before the work of `stream`."""
+        """`record_stream`: freed memory is not reused before the work of `stream`."""
         self._history(storage).recorded.add(stream)
 
     def _is_late(self, freed: _History, old: _Past) -> bool:

@@ -1,7 +1,5 @@
-"""State of one stream, and the streams of one capture: plain state, no API of torch.
-
-Work runs in order on a CPU, so there is only an account to keep: for every stream of a capture, how much of the
-capture's recorded work it comes after.
+"""State of one stream, and the streams of one capture: plain state, without the API of torch. Work runs in order on a
+CPU, so it is enough to record, for every stream of a capture, the recorded work before it.
 """
 
 from __future__ import annotations
@@ -9,16 +7,15 @@ from __future__ import annotations
 from cuda_on_cpu.sites import Site
 
 Clock = dict[int, int]
-"""Recorded operations by the handle of the stream that they were issued on."""
+"""Number of recorded operations by the handle of their stream."""
 
 DEFAULT_STREAM_HANDLE = 0
 
 
 class StreamState:
-    """One stream: its handle, the capture it belongs to, if any, and the part of that capture's work it comes after.
-
-    `counts`: a program that has it has its own streams, between which it must keep order. `foreign`: it may be one
-    that others made.
+    """One stream: its handle, the capture it belongs to, if any, and the part of that capture's work before it.
+    `counts`: the program has its own streams, between which it must keep order. `foreign`: other code may have created
+    it.
     """
 
     def __init__(self, handle: int, counts: bool = True) -> None:
@@ -47,7 +44,7 @@ class CaptureStreams:
         origin.capture, origin.seen = self, {}
 
     def join(self, stream: StreamState, site: Site) -> None:
-        """`stream` waited, at `site`, for captured work: what it does next belongs to the capture."""
+        """Note that `stream` waited, at `site`, for captured work: its next work belongs to the capture."""
         if stream.capture is not self:
             stream.capture, stream.seen = self, {}
             self._joined.append((stream, site))

@@ -1,5 +1,5 @@
-"""Streams and events with the API of `torch.cuda`. Everything runs in order on a CPU, so all they do is keep account:
-which streams belong to a capture, and whether the stream that started it has waited for all their work."""
+"""Streams and events with the API of `torch.cuda`. Everything runs in order on a CPU, so they only record which streams
+belong to a capture, and whether the stream that started it has waited for all their work."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Stream(StreamState):
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Order what this stream does next after `event`. Raises CaptureError as `Event.wait` does."""
+        """Order the next work of this stream after `event`. Raises CaptureError as `Event.wait` does."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Order what this stream does next after all work of `stream`. Raises CaptureError as `Event.wait` does."""
+        """Order the next work of this stream after all work of `stream`. Raises CaptureError as `Event.wait` does."""
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
@@ -132,7 +132,7 @@ class Event:
         self._time = time.perf_counter()
 
     def wait(self, stream: StreamState | None = None) -> None:
-        """Order what `stream` (the current one if None) does next after this event; nothing if it was never recorded.
+        """Order the next work of `stream` (the current one if None) after this event; nothing if it was never recorded.
 
         In a capture the waiting stream joins it. Raises CaptureError if that is the default stream, or if a stream of
         the capture waits for work outside it.
@@ -192,7 +192,7 @@ def _branches(current: session.Session) -> StreamOrder | None:
 
 
 class StreamContext:
-    """The emulated `torch.cuda.stream(s)`; None means: stay where you are."""
+    """The emulated `torch.cuda.stream(s)`; None means the current stream."""
 
     def __init__(self, stream: StreamState | None) -> None:
         self.stream = stream
@@ -224,9 +224,8 @@ def fork_error(streams: CaptureStreams) -> CaptureError | None:
 
 
 def orderly_stream() -> Stream:
-    """A stream whose owner orders it with the default one: it does not start an account of streams.
-
-    The account costs some microseconds per operation. It includes this stream if the program has another one.
+    """A stream whose owner orders it with the default one: it does not start the tracking of streams, which costs some
+    microseconds per operation. The tracking includes this stream if the program has another one.
     """
     return Stream(counts=False)
 

@@ -1,8 +1,8 @@
 """Lists of "cuda" tensors and of pinned host tensors.
 
 A device tensor is an ordinary CPU tensor whose storage is listed here. The list is by storage, not by tensor, so views,
-temporaries made in C++ and `param.data = ...` need no care. An entry holds the storage weakly: the memory can go, but
-no other storage gets its identity while the entry exists.
+temporaries made in C++ and `param.data = ...` need no care. An entry holds the storage weakly: the memory can be freed,
+but no other storage gets its identity while the entry exists.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _STRIDED = torch.strided
 class Registry:
     """Storages of one kind: place of allocation by identity.
 
-    `peak_bytes` is the most that was live since the program last reset the peak; before the first reset, the most
-    whenever the program asked. `made` counts the storages that were ever entered.
+    `peak_bytes` is the most that was live since the program last reset the peak; before the first reset, the most at
+    any query of the program. `made` counts all storages ever entered.
     """
 
     __slots__ = ("_full_at", "_lock", "_unseen", "_walking", "_young", "entries", "made", "peak_bytes")
@@ -52,7 +52,7 @@ class Registry:
     def add(self, storage: torch.UntypedStorage, skip: int = 0) -> None:
         """Enter a storage that is not known, allocated at the author's line that runs now.
 
-        `skip`: so many callers of this are functions of this package.
+        `skip`: number of callers that are functions of this package.
         """
         key = keep_identity(storage)
         self.entries[key] = author_spot(skip + 1)
@@ -68,9 +68,8 @@ class Registry:
             self.purge()
 
     def purge(self) -> None:
-        """Forget storages that are gone, old ones when they have doubled: most go young.
-
-        Not while somebody walks over the entries, who would read freed memory.
+        """Forget storages that are gone, old ones when they have doubled: most storages die young. Nothing is purged
+        while the entries are iterated, because the iteration would read freed memory.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -113,7 +112,7 @@ class Registry:
 
     @contextmanager
     def peak_above(self) -> Iterator[Callable[[], int]]:
-        """Follow the peak inside the block. The function gives the most bytes that were live above those at its
+        """Follow the peak inside the block. The yielded function returns the peak of live bytes above those at the
         beginning."""
         outer, was = self._unseen, self.peak_bytes
         self.reset_peak()
@@ -124,7 +123,7 @@ class Registry:
             self._unseen, self.peak_bytes = outer, max(was, self.peak_bytes)
 
     def sites(self, keys: Iterable[int]) -> list[Site]:
-        """The lines that allocated these storages. What was looked up is remembered: programs ask more than once."""
+        """The lines that allocated these storages. Lookups are cached, because programs ask more than once."""
         known: dict[tuple[int, int], Site] = {}
         found = []
         for key in keys:

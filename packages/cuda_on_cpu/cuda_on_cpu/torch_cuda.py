@@ -1,4 +1,4 @@
-"""The emulated names of `torch.cuda`, as one table, put in place when a context is entered and taken back when it is
+"""The emulated names of `torch.cuda`, as one table; they are installed when a context is entered and removed when it is
 left."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def _all_is_done(*_: Any) -> None:
-    """The host waited for all streams; a free of device memory does, too."""
+    """Note that the host waited for all streams, as a free of device memory does, too."""
     order = session.require().keeps_order
     if order is not None:
         order.device_waited_for()
@@ -55,7 +55,7 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
 
 
 def get_sync_debug_mode() -> int:
-    """0, 1 or 2: what `set_sync_debug_mode` set in this thread."""
+    """0, 1 or 2: the mode that `set_sync_debug_mode` set in this thread."""
     return session.require().sync_mode
 
 
@@ -311,7 +311,7 @@ _Named = list[tuple[ModuleType, str, Any]]
 
 @functools.cache
 def _names_in_torch() -> tuple[_Named, _Named]:
-    """Names above that this torch has: those replaced for every thread, and those only for threads inside the
+    """Names above that exist in this torch: those replaced for every thread, and those only for threads inside the
     emulation."""
     everybody: _Named = [(torch.cuda, "default_generators", (_DEFAULT_GENERATOR,))]
     inside: _Named = []

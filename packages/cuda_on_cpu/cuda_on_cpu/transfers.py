@@ -1,4 +1,4 @@
-"""Moving data between host and device, and what is said when the two meet where they must not."""
+"""Functions that move data between host and device, and the errors for forbidden mixtures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`triton.autotune` without a GPU to time on: the first configuration that the kernel's own pruning leaves is taken.
-
-A launch is what it is on a GPU once a tuning key is known: the configuration's `pre_hook` runs; `reset_to_zero`,
+"""`triton.autotune` without a GPU to time on: the first configuration that the kernel's own pruning leaves is used. A
+launch works as on a GPU with a known tuning key: the configuration's `pre_hook` runs, but `reset_to_zero`,
 `restore_value` and the tuner's own hooks, which belong to benchmarking, do not. A configuration that fails a
-`tl.static_assert` is passed over, as it is when it does not compile.
+`tl.static_assert` is skipped, like one that does not compile.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _run_of(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def choose(tuner: Any, time: float) -> list[float]:
-    """The times of a configuration that a GPU would be asked for, once for every tuning key."""
+    """Return times for a configuration, which a GPU would measure once for every tuning key."""
     return [time] * 3
 
 

@@ -1,9 +1,9 @@
 """Addresses of a Triton kernel under the interpreter, compared with the memory that its launch was given.
 
-A device reads and writes every address of the process: a tile that is stored without a mask ends in another tensor,
+A device reads and writes every address of the process: a tile that is stored without a mask overwrites another tensor,
 and nothing is raised. An access belongs to the tensor from whose pointer its address was computed, and must stay in
-that tensor's memory. An address that comes from a number, as in a table of pointers, may be anywhere in the memory of
-the device.
+that tensor's memory. An address that was made from an integer, as in a table of pointers, may be anywhere in the memory
+of the device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Array = npt.NDArray[Any]
 _DEFAULT = Policy()
 _MOST_PLACES = 1 << 16
 Span = tuple[int, int]
-"""First address, and the one behind the last."""
+"""First address, and the address after the last."""
 Touched = Callable[[int, int, int, bool, Callable[[], Places | None]], None]
-"""Called with the start of a tensor's memory, the addresses that are used, True if they are written, and a function
-that says which of them."""
+"""Function that is called with the start of a tensor's memory, the used addresses, True if they are written, and a
+function that returns which of them."""
 
 
 @dataclass
@@ -49,12 +49,12 @@ class _Launch:
     """The memory that belongs to each pointer of an argument."""
     touched: Touched | None = None
     poisons: bool = False
-    """True if what a masked load leaves undefined is NaN, or a large integer."""
+    """True if undefined elements of a masked load become NaN, or a large integer."""
     races: Races | None = None
     atomic: bool = False
     """True while an atomic operation is done by loads and stores."""
     everywhere: Array | None = None
-    """All memory of the device, int64 [n, 2], in order. Known once an address came from a number."""
+    """All memory of the device, int64 [n, 2], in order. It is computed once an address was made from an integer."""
 
 
 class _Local(threading.local):
@@ -74,9 +74,9 @@ def looking_at_accesses(
 ) -> Iterator[Races | None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
-    ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with
-    the memory of each load and store. ``before``: what the kernel before wrote, which may not have ended. Yields the
-    account of races, if there is one.
+    ``policy`` determines the memory of a tensor, and undefined elements of a masked load. ``touched`` is called with
+    the memory of each load and store. ``before``: memory that the previous kernel wrote, which may still run. Yields
+    the detector of races, if there is one.
     """
     storages = [_storage_of(tensor) for tensor in given.values()]
     spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
@@ -104,7 +104,7 @@ def _view_of(tensor: Tensor) -> Span:
 
 
 def look_at_load(parts: Sequence[Array], size: int, base: int | None = None, *, volatile: bool = False) -> None:
-    """Check a load like ``look_at_store``. ``volatile``: it waits for what another program writes."""
+    """Check a load like ``look_at_store``. ``volatile``: the load may wait for a write of another program."""
     inside = _look(parts, size, base, "load", "read")
     races = _races()
     if inside is not None and races is not None:
@@ -114,8 +114,8 @@ def look_at_load(parts: Sequence[Array], size: int, base: int | None = None, *, 
 def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, written: Array | None = None) -> None:
     """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
 
-    ``base``: the pointer that the kernel was given and computed them from, as far as it is known. ``written``: the new
-    values, not yet in memory. Raises ``StrayAccessError``, and ``RaceError`` if another program uses the same memory.
+    ``base``: the kernel's argument from which the addresses were computed, if it is known. ``written``: the new values,
+    not yet in memory. Raises ``StrayAccessError``, and ``RaceError`` if another program uses the same memory.
     """
     inside = _look(parts, size, base, "store", "write")
     races = _races()
@@ -145,7 +145,7 @@ def _races() -> Races | None:
 
 @contextmanager
 def atomically() -> Iterator[None]:
-    """Take the loads and stores inside the block for those of one atomic operation, which no other program can see."""
+    """Treat the loads and stores inside the block as one atomic operation, which no other program can see in part."""
     launch = _local.launch
     if launch is None:
         yield
@@ -158,7 +158,7 @@ def atomically() -> Iterator[None]:
 
 
 def undefined(element: Any, dtype: np.dtype[Any]) -> Any:
-    """A number in place of what a masked load leaves undefined. ``element``: its Triton type."""
+    """A number for undefined elements of a masked load. ``element``: its Triton type."""
     if _local.launch is None or not _local.launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
         return dtype.type(0)
     return _poison(element.is_floating(), dtype)
@@ -170,7 +170,8 @@ def _poison(is_floating: bool, dtype: np.dtype[Any]) -> Any:
 
 
 def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: str) -> Span | None:
-    """The first address of an access and the one behind the last; None if nobody looks, or nothing is accessed."""
+    """The first address of an access and the address after the last; None if accesses are not checked, or nothing is
+    accessed."""
     launch = _local.launch
     if launch is None or not all(part.size for part in parts):
         return None
@@ -191,34 +192,34 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
         f"a {what} of triton kernel {launch.kernel}",
         author_site(),
         f"a device would {does} {_where(launch, first, end, base)}: other memory of the process, or none",
-        "mask what lies behind the last row, and look at strides and offsets: a slot or a page times a stride takes "
+        "mask what follows the last row, and look at strides and offsets: a slot or a page times a stride takes "
         "64 bits",
     )
 
 
 def _places(parts: Sequence[Array], size: int) -> Places | None:
-    """Every address of an access; None if they are too many."""
+    """Every address of an access; None if there are too many."""
     if np.prod([part.size for part in parts]) > _MOST_PLACES:
         return None
     return Places(size, np.unique(np.asarray(functools.reduce(np.add, parts))))
 
 
 def _all_in(memory: Array, parts: Sequence[Array], size: int) -> bool:
-    """True if every element lies in one row (first address, address behind the last) of ``memory``."""
+    """True if every element is in one row (first address, address after the last) of ``memory``."""
     addresses = np.asarray(functools.reduce(np.add, parts)).reshape(-1)
     row = np.searchsorted(memory[:, 0], addresses, "right") - 1
     return bool(((row >= 0) & (addresses + size <= memory[row, 1])).all())
 
 
 def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
-    """The tensor whose pointer was used, or else the nearest one, and how far the access is from it."""
+    """The tensor whose pointer was used, or else the nearest one, and its distance from the access."""
     if base not in launch.owners and launch.everywhere is not None:
-        return "an address that comes from a number, as in a table of pointers, and lies in no memory of the device"
+        return "an address that comes from a number, as in a table of pointers, and is in no memory of the device"
     apart = [max(start - first, end - stop) for start, stop in launch.spans]
     if not apart:
         return "memory that it was not given"
     pointers = [tensor.data_ptr() for tensor in launch.given.values()]
-    # What lies nearest may be any tensor: an offset that is wrong leads past several.
+    # The nearest memory may be any tensor: an offset that is wrong leads past several.
     nearest = pointers.index(base) if base in launch.owners else min(range(len(apart)), key=apart.__getitem__)
     (name, tensor), (start, stop) = list(launch.given.items())[nearest], launch.spans[nearest]
     side = "before" if first < start and start - first >= end - stop else "behind"
@@ -228,7 +229,7 @@ def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
 
 
 def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder's ``create_int_to_ptr``: what is there belongs to no argument of the launch."""
+    """The builder's ``create_int_to_ptr``: the memory there belongs to no argument of the launch."""
 
     def create_int_to_ptr(self: Any, src: Any, *rest: Any, **named: Any) -> Any:
         if _local.launch is not None and _local.launch.everywhere is None:

@@ -1,8 +1,8 @@
-"""Tensor descriptors and block pointers, where the stock interpreter falls short of a GPU.
+"""Tensor descriptors and block pointers, for features that the stock interpreter lacks.
 
 Loads, stores, gathers and scatters are the interpreter's own: they end in masked loads and stores of pointers, which
-`triton_memory.py` replaces and `triton_bounds.py` looks at. Padding with NaN is zero there for bfloat16, a 16-bit
-integer to NumPy, and descriptors have no atomics.
+`triton_memory.py` replaces and `triton_bounds.py` checks. In the stock interpreter, padding with NaN becomes zero for
+bfloat16, which is a 16-bit integer to NumPy, and descriptors have no atomics.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _reduce(module: Any) -> Callable[..., Any]:
     store_policy = [None] * (len(inspect.signature(builder.create_masked_store).parameters) - 4)
 
     def create_descriptor_reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> None:
-        """Every element of a block meets one address, and programs run one after another."""
+        """Reduce a block into memory: each element updates one address, and programs run one after another."""
         ptrs, mask = desc.materialize_pointers(indices)
         chosen = handle(mask, language.int1) if type(mask) is np.ndarray else mask
         element = ptrs.get_element_ty()

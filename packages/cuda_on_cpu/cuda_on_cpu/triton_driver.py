@@ -1,8 +1,7 @@
-"""Triton's driver without a GPU: what packages ask of it where they are imported, and tuners where they tune.
-
-`triton.runtime.driver.active` is the emulated device's inside the emulation. Outside it is the stock one; if that
-raises because the machine has no GPU, and kernels run in the interpreter, the emulated one answers there too, from the
-first context of a process on. Packages ask once, when they are imported, and keep the answer.
+"""Triton's driver without a GPU: the functions that packages call at their import, and tuners when they tune. Inside
+the emulation `triton.runtime.driver.active` is the driver of the emulated device. Outside it is the stock driver; if
+that raises because the machine has no GPU, and kernels run in the interpreter, the emulated driver is used there too,
+from the first context of a process on. Packages ask once, at their import, and keep the answer.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def first_is_best(kernel_call: Callable[[], object], *_: Any, quantiles: Sequence[float] = (), **__: Any) -> Any:
-    """A benchmark of a kernel that is not run: there is nothing to time, and the first configuration is as good."""
+    """A benchmark that does not run the kernel: there is nothing to time, and the first configuration is as good as
+    any."""
     return [0.0] * len(quantiles) if len(quantiles or ()) > 1 else 0.0
 
 
@@ -56,7 +56,7 @@ class _Utils:
 
     @staticmethod
     def get_device_properties(device: int = 0) -> dict[str, int]:
-        """Under the names that Triton gives them; clocks in kHz."""
+        """Properties of the device under Triton's names; clocks in kHz."""
         of = DeviceProperties
         return {
             "max_shared_mem": of.shared_memory_per_block_optin,
@@ -124,7 +124,7 @@ class EmulatedDriver:
         return first_is_best
 
     def get_empty_cache_for_benchmark(self) -> torch.Tensor:
-        """A buffer for `clear_cache`, of no size: there is no cache."""
+        """An empty buffer for `clear_cache`, because there is no cache."""
         return torch.empty(0, dtype=torch.int32, device="cuda")
 
     def clear_cache(self, cache: Any) -> None:
@@ -144,7 +144,7 @@ class _Answer(property):
 
 
 def answer_without_a_gpu() -> None:
-    """Have Triton's driver answer as the module says, if this process uses the interpreter. It stays."""
+    """Install the emulated driver as the module describes, for good, if this process uses the interpreter."""
     if interpreter() is None:
         return
     config = getattr(sys.modules.get("triton.runtime.driver"), "DriverConfig", None)

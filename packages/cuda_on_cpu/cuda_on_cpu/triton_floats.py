@@ -1,13 +1,13 @@
 """bfloat16, float8 and tf32 in Triton's interpreter, as a GPU computes them.
 
-The stock interpreter keeps both as integer words and forgets it in places: `tl.dot`, `+`, `<` and sums of bfloat16 work
-on the words, a cast to bfloat16 truncates, and casts to float8 carry into the exponent. Here bfloat16 is widened to
-float32 for every operation and its result rounded to nearest, ties to even; `tl.dot` multiplies float32 that hold the
-same values; casts to float8 round alike and saturate, as NVIDIA's do. `tl.dot` of float32 drops 13 bits of each operand
-unless the kernel says `input_precision="ieee"`. Other types take the stock path.
+The stock interpreter stores both as integer words and sometimes computes with the words: `tl.dot`, `+`, `<` and sums of
+bfloat16 work on the words, a cast to bfloat16 truncates, and casts to float8 carry into the exponent. Here bfloat16 is
+widened to float32 for every operation and its result rounded to nearest, ties to even; `tl.dot` multiplies float32 that
+hold the same values; casts to float8 round alike and saturate, as NVIDIA's do. `tl.dot` of float32 drops 13 bits of
+each operand unless the kernel says `input_precision="ieee"`. Other types take the stock path.
 
 The interpreter's internals may change with any release. `complaint` runs the result on known values, and a launch is
-refused if they come out wrong: a wrong verdict about somebody's kernel would cost more.
+refused if the results are wrong, because a wrong verdict about a kernel would cost more.
 """
 
 from __future__ import annotations
@@ -167,11 +167,9 @@ def _fused(module: Any) -> list[Replacement]:
 
 
 def truncate_to_tf32(values: Array) -> Array:
-    """float32 values without the 13 bits that tf32 does not have.
-
-    They are cut off, not rounded: Triton hands the operands over as they are (triton-lang/triton#4574, and the
-    documentation of `tl.dot`), and "wgmma.mma_async operation involving type .tf32 will truncate lower 13 bits of the
-    32-bit input data" (PTX ISA).
+    """float32 values without the 13 bits that tf32 lacks. They are cut off, not rounded: Triton passes the operands
+    unchanged (triton-lang/triton#4574, and the documentation of `tl.dot`), and "wgmma.mma_async operation involving
+    type .tf32 will truncate lower 13 bits of the 32-bit input data" (PTX ISA).
     """
     return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 

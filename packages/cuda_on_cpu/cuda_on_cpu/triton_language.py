@@ -1,6 +1,5 @@
-"""`triton.language` for a program that is noted down: where the interpreter looks at numbers, it asks the recorder.
-
-Nothing here changes what the language does outside a recording.
+"""`triton.language` for a program that is recorded: where the interpreter reads values, it asks the recorder. Outside a
+recording the language is unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _COMBINATIONS = (
 
 @contextlib.contextmanager
 def builder_is(module: Any, builder: Any) -> Iterator[None]:
-    """Let the language hand its calls to `builder`."""
+    """Let the language pass its calls to `builder`."""
     semantic = module.interpreter_semantic
     before, semantic.builder = semantic.builder, builder
     try:
@@ -54,7 +53,7 @@ class _CurrentBuilder:
 
 @contextlib.contextmanager
 def patched(module: Any) -> Iterator[None]:
-    """The language as the interpreter patches it for a launch, good for recordings too."""
+    """The language as the interpreter patches it for a launch, also usable for recordings."""
     own = module.interpreter_builder
     module.interpreter_builder = _CurrentBuilder(module)  # Triton 3.6 gives every call the builder that it finds here
     try:
@@ -96,8 +95,8 @@ def language_replacements(module: Any) -> list[Replacement]:
 
 
 def _dependent_launches(module: Any) -> list[Replacement]:
-    """Calls with which kernels overlap (programmatic dependent launch). Each kernel begins here when the one before
-    has ended: a wait only tells the account of races."""
+    """Calls with which kernels overlap (programmatic dependent launch). Here each kernel begins when the previous one
+    has ended, so a wait is only reported to the detector of races."""
     cuda = module.tl.extra.cuda
 
     def nothing(*_: Any, **__: Any) -> None:
@@ -111,7 +110,7 @@ def _dependent_launches(module: Any) -> list[Replacement]:
 
 
 def _as_bool(handle: Any) -> bool:
-    """Truth value of a tensor in the interpreter: only one of one element can be false."""
+    """Truth value of a tensor in the interpreter: only a tensor of one element can be false."""
     return bool(handle.data) if handle.data.size == 1 else True
 
 

@@ -132,7 +132,7 @@ def _launch_of(
 
 
 def _may_still_run(current: session.Session) -> Any:
-    """Memory that the last launch of the stream wrote; None if something else was launched since."""
+    """Memory that the last launch of the stream wrote; None if something else has been launched since."""
     stream, operations, written = current.before or (0, -1, None)
     return written if (stream, operations) == (current.stream.cuda_stream, current.operations) else None
 
@@ -142,7 +142,8 @@ def _sized(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the grid's function, and return the arguments of the launch.
 
-    On a GPU it gets the arguments by name, and what it puts into that dict is launched: vLLM's and SGLang's
+    On a GPU the function gets a dict of the arguments by name, and the launch uses the contents of that dict
+    afterwards: vLLM's and SGLang's
     ``causal_conv1d_fn`` exchange two pointers there.
     """
     given = programs.bind(executor.fn, args, kwargs)
@@ -155,8 +156,8 @@ def _sized(
 
 
 def _account_of(executor: Any, given: dict[str, Tensor]) -> triton_bounds.Touched | None:
-    """Function that reports each address range of a launch once to the account of streams; None if there is no
-    account."""
+    """Function that reports each address range of a launch once to the order of streams; None if streams are not
+    tracked."""
     order, stream = session.require().account, session.require().stream.cuda_stream
     if order is None:
         return None

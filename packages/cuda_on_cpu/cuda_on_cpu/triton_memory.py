@@ -2,8 +2,9 @@
 
 The stock interpreter copies element by element, masked or not, and adds up 64-bit pointers for all of them. Here all
 memory is one array that starts near address 0, and a pointer is an index into it. A block of pointers is mostly the sum
-of a column and a row; it stays in that form until it is used, and rows that are masked off are never added up. The
-results equal the stock ones, bit by bit. Pointers that are unaligned, or not an address, are left to the stock.
+of a column and a row; it keeps that form until it is used, and rows that are masked off are never added up. The results
+equal those of the stock functions, bit by bit. Pointers that are unaligned, or not an address, are left to the stock
+functions.
 
 An offset, a mask or a value for masked elements may be smaller than the block if NumPy would broadcast it.
 """
@@ -166,7 +167,7 @@ def _live(mask: Array, parts: Sequence[Array], shape: tuple[int, ...]) -> tuple[
 
 
 def _bits(mask: Any) -> Array:
-    """The array of a mask: Triton before 3.8 hands that of a descriptor or of a block pointer over as it is."""
+    """The array of a mask: Triton before 3.8 passes that of a descriptor or of a block pointer unchanged."""
     return mask if type(mask) is np.ndarray else mask.data
 
 
@@ -176,7 +177,7 @@ def _is_volatile(rest: Sequence[Any]) -> bool:
 
 
 def _everything_looked_at(look: Any, at: Any, mask: Any, size: int) -> None:
-    """Look at a load or a store that is left to the stock function."""
+    """Check a load or a store that is left to the stock function."""
     addresses, chosen = np.asarray(at.data).view(np.int64), np.asarray(_bits(mask), dtype=bool)
     if chosen.size == addresses.size:
         addresses = addresses.reshape(-1)[chosen.reshape(-1)]
@@ -263,7 +264,7 @@ def _addptr_of(pointers: Any, stock: Any) -> Any:
 
 
 def _with_part(parts: Sequence[Array], step: Array) -> Sequence[Array]:
-    """`parts` with one more, which is added to another one if that does not enlarge it."""
+    """`parts` with one more part, which is added to another one if that does not enlarge it."""
     for i, part in enumerate(parts):
         if part.shape == step.shape or step.size == 1 or part.size == 1:
             return (*parts[:i], part + step, *parts[i + 1 :])

@@ -1,7 +1,7 @@
 """Names that a kernel's Python looks up and that the interpreter leaves unpatched.
 
-The interpreter replaces attributes of `triton.language`. If a module holds such a function under another name
-(`exp = tl.exp`), that stays the compiler's, and counters of `range` are Python's integers, not tensors. A `Twin` is a
+The interpreter replaces attributes of `triton.language`. If a module holds such a function under another name (`exp =
+tl.exp`), the compiler's function remains there, and counters of `range` are Python integers, not tensors. A `Twin` is a
 copy of a function in which both are replaced; the interpreter's arithmetic is unchanged.
 """
 
@@ -37,7 +37,7 @@ _SEEN_OUTSIDE = _SEES_NAMES | {
     "__import__",
     "id",
 }
-"""Functions of Python that a program walked along a path would not call."""
+"""Functions of Python that a program replayed along a path would not call."""
 _COUNTERS = ("range", "static_range")
 _EXTRA = "triton.language.extra"
 _OF_DEVICE = {
@@ -64,7 +64,7 @@ def as_int(handle: Any) -> int:
 
 
 def range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Python's `range`, whose counters are numbers that a kernel may take for tensors."""
+    """Python's `range`, whose counters are numbers that a kernel may use as tensors."""
     number = python_number(module)
 
     def counted_range(*args: Any, **ignored: Any) -> Any:
@@ -120,7 +120,7 @@ def _counted(start: Any, stop: Any, step: int) -> Iterator[Any]:
 
 
 class Language:
-    """The functions of `triton.language` that the interpreter replaces, by those that a module may hold."""
+    """The functions of `triton.language` that the interpreter replaces, by the functions that a module may hold."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -164,7 +164,7 @@ class Language:
 class Twin:
     """A copy of a kernel's function with replaced names, valid while the values of its names stay the same.
 
-    `refusal` says why it cannot be recorded; empty if it can.
+    `refusal` is the reason why it cannot be recorded; empty if it can.
     """
 
     def __init__(self, module: Any, language: Language, function: types.FunctionType) -> None:
@@ -217,7 +217,7 @@ class Twin:
 
 
 def _named_in(code: types.CodeType) -> tuple[set[str], set[str], set[str]]:
-    """Names that are looked up outside a function, those of attributes, and what its instructions do."""
+    """Names that a function looks up outside itself, names of attributes, and the kinds of its instructions."""
     named: set[str] = set()
     attributes: set[str] = set()
     does: set[str] = set()

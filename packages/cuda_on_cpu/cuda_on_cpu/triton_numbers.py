@@ -1,6 +1,5 @@
-"""Python's numbers where a compiled kernel has tensors: the counter of a loop, and arguments that are floats.
-
-They compute as the interpreter's numbers compute, and answer `i.to(tl.int64)` as the tensor that they are on a GPU.
+"""Python's numbers in place of a compiled kernel's tensors: the counter of a loop, and arguments that are floats. They
+compute like the interpreter's numbers, and support `i.to(tl.int64)` like the tensor that they are on a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class PythonNumber:
 
 @functools.cache
 def python_number(module: Any) -> Callable[[Any], Any]:
-    """Function that makes such numbers from an int or a float, for the interpreter `module`; other values stay as they
-    are."""
+    """Function that makes such numbers from an int or a float, for the interpreter `module`; other values are
+    unchanged."""
     kinds: dict[type, type] = {}
 
     def number(value: Any) -> Any:
@@ -37,7 +36,7 @@ def python_number(module: Any) -> Callable[[Any], Any]:
 
 
 def as_tensor(module: Any, number: Any) -> Any:
-    """The tensor that the language makes of a number."""
+    """The tensor that the language makes from a number."""
     return module.interpreter_semantic.to_tensor(number, False)
 
 

@@ -1,11 +1,8 @@
-"""Recorded calls of the programs of one kernel, as a tree that branches where a number of a tensor was a decision.
-
-A path through the tree is the calls of one program. Another program with the same decisions makes the same calls on its
-own numbers, so it need not run the kernel's Python. Calls that depend only on constants were made when the path was
-recorded, those that depend on the launch's arguments are made once per launch, and those whose result is not used
-never.
-
-A node is trusted, and replayed, once two programs have passed it with the same calls.
+"""Recorded calls of the programs of one kernel, as a tree that branches where a tensor's value was a decision. A path
+through the tree holds the calls of one program. Another program with the same decisions makes the same calls on its own
+values, so it need not run the kernel's Python. Calls that depend only on constants were made when the path was
+recorded, those that depend on the launch's arguments are made once per launch, and those whose result is not used are
+never made. A node is trusted and replayed once two programs have passed it with the same calls.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a path. `args` count the results of the path so far; `name` and `args` say what it is.
-
+    """One call of a path. `args` are indices of earlier results of the path; `name` and `args` identify the call.
     `shorter` computes the same: another function, and its arguments.
     """
 
@@ -55,7 +51,7 @@ class Call:
 
 
 class Contradiction(Exception):
-    """Two programs that decided alike did different things."""
+    """Raised if two programs with the same decisions made different calls."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,7 +100,8 @@ class Paths:
     def learn(self, path: Iterable[Call]) -> None:
         """Add the path of one program, or count it if it is there.
 
-        Raises Contradiction if another one that decided alike did something else, or if there are too many.
+        Raises Contradiction if another program with the same decisions made different calls, or if there are too many
+        paths.
         """
         node, at, slots = self._root, 0, list(range(self._arguments))
         for call in path:

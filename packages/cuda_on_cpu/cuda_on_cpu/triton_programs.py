@@ -1,9 +1,9 @@
 """Launches under the interpreter without running the kernel's Python for every program of the grid.
 
-The first programs of a kernel are noted down (`triton_record.py`); programs that do what others did are walked along
-the paths that these left (`triton_paths.py`), by the same calls of the interpreter on their own numbers. If no path
-is known, a call fails, or a program cannot be noted down, the kernel's Python runs, and goes on from the memory that is
-there: what was read, and what was written, is answered again and not done twice.
+The first programs of a kernel are recorded (`triton_record.py`); programs that behave like earlier ones are replayed
+along the recorded paths (`triton_paths.py`), with the same calls of the interpreter on their own values. If no path is
+known, a call fails, or a program cannot be recorded, the kernel's Python runs and continues from the present memory:
+earlier reads and writes are answered from the record and not done twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PARTS = (
 )
 _MOST_HISTORIES = 128
 _TRIES = 64
-"""Number of recorded programs after which more must have been replayed, or recording stops."""
+"""Number of recorded programs after which more programs must have been replayed; otherwise recording stops."""
 
 
 def knows(module: Any) -> bool:
@@ -130,8 +130,8 @@ def _may_wait(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
 class _Given:
     """The arguments of a launch, as the kernel's Python gets them.
 
-    `kinds` says what paths of other launches may be walked, None if there are none. `inputs` are the numbers that may
-    differ between those: handles of tensors, and floats.
+    `kinds` determines the paths of other launches that may be replayed, None if there are none. `inputs` are the values
+    that may differ between those: handles of tensors, and floats.
     """
 
     by_name: dict[str, Any]
@@ -243,7 +243,7 @@ class _Grid:
         self.launch = Launch(self.given.inputs)
 
     def run_one(self) -> None:
-        """The program that the interpreter's `set_grid_idx` named."""
+        """Run the program that the interpreter's `set_grid_idx` named."""
         history = self.history
         if history is None or not history.is_worth_it:
             self._run_python([])

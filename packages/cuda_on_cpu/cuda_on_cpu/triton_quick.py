@@ -1,8 +1,7 @@
-"""Shorter ways to what a call of the interpreter computes: the one NumPy function that it comes down to.
-
-The interpreter decides in every call what its operands are; here a call in a path is decided once. And an operand
-that was spread over a block need not be: NumPy does it on the way. A shorter way is taken if it gave the very same
-array, laid out the same in memory, when the path was noted down, so that sums over it add up in the same order.
+"""Shorter ways to compute a call of the interpreter, with the one NumPy function that does its work. The interpreter
+inspects its operands in every call; here a call in a path is inspected once. An operand need not be broadcast over a
+block first, because NumPy broadcasts by itself. A shorter way is used if it gave the same array, with the same memory
+layout, when the path was recorded, so that sums over it add up in the same order.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ _TAKES_SMALLER = {"create_addptr": (1,), "create_masked_load": (1, 2), "create_m
 def shorter(
     handle: Any, name: object, run: Run, operands: Sequence[Sequence[Any]], answer: Any
 ) -> tuple[Run, Sequence[int]] | None:
-    """A shorter way to `answer`, and which of the operands it takes; None if there is none.
-
-    `operands` has the possible ones of each argument: that which the call was made with, then those it was spread from.
-    `handle` is the interpreter's class of tensors.
+    """A shorter way to `answer`, and the operands that it uses; None if there is none. `operands` lists the possible
+    ones of each argument: the one in the call, then those from which it was broadcast. `handle` is the interpreter's
+    class of tensors.
     """
     if name in _TAKES_SMALLER and getattr(run, "__module__", None) == triton_memory.__name__:
         may = _TAKES_SMALLER[str(name)]
@@ -81,7 +79,7 @@ def _function_of(name: str, run: Run, operands: Sequence[Any], answer: Any) -> R
 
 
 def _asked(run: Run, operands: int) -> Run | None:
-    """The function that a method of the builder applies to the arrays of its operands, and does nothing else."""
+    """The NumPy function that a method of the builder applies to its operands, if it does nothing else."""
     probe = SimpleNamespace(
         unary_op=lambda _, function: function,
         binary_op=lambda _, __, function: function,

@@ -1,11 +1,10 @@
 """Races inside a launch of a Triton kernel: two programs use one location, one of them writes, nothing orders them.
 
-The interpreter runs the programs of a grid one after another, so a race changes no number here. On a device they run in
+The interpreter runs the programs of a grid one after another, so a race changes no result here. On a device they run in
 any order, and at once. Two programs are ordered by an atomic operation of each on the same location, with the semantics
-``release`` in the one that comes first and ``acquire`` in the other, as a ticket or a lock has them. The accesses of a
-program between two of its atomic operations are an *epoch*. Epochs form a graph of what happens before what.
-
-If two programs store the same value, as they do when each computes the metadata of all, it is not a race.
+``release`` in the first and ``acquire`` in the second, as in a ticket or a lock. The accesses of a program between two
+of its atomic operations form an *epoch*. Epochs form a happens-before graph. If two programs store the same value, for
+example because each computes the metadata of all, it is not a race.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from cuda_on_cpu.tags import DEVICE, storage_key
 Array = npt.NDArray[Any]
 
 _MOST_LOGGED = 1 << 26
-"""Bytes of addresses that are kept of the reads of one tensor, before they are entered into its shadow."""
+"""Bytes of logged read addresses of one tensor, above which they are entered into its shadow."""
 _MOST_LOCKS = 64
-"""Locations of one atomic operation that may order programs. A tile of sums has more, and orders nobody."""
+"""Most locations of an atomic operation that may order programs. An atomic sum of a tile has more, and orders
+nothing."""
 
 
 def scratch(tensor: Tensor) -> None:
@@ -56,7 +56,7 @@ def semantics_of(sem: Any, scope: Any) -> tuple[bool, bool]:
 
 
 def acquiring(answer: Any, acquire: Callable[[], None]) -> Any:
-    """``answer``, a block of the interpreter, which calls ``acquire`` when somebody looks at its values."""
+    """``answer``, a block of the interpreter, which calls ``acquire`` when its values are read."""
     answer.__dict__["acquire"] = acquire
     kind: Any = type(answer)
     answer.__class__ = _acquiring(kind)
@@ -66,7 +66,7 @@ def acquiring(answer: Any, acquire: Callable[[], None]) -> Any:
 @functools.cache
 def _acquiring(kind: Any) -> type[Any]:
     class Acquiring(kind):  # type: ignore[misc]
-        """A block that nobody has looked at."""
+        """A block whose values have not been read."""
 
         @property
         def data(self) -> Any:
@@ -80,7 +80,7 @@ def _acquiring(kind: Any) -> type[Any]:
 
 
 class _Shadow:
-    """The epochs that last used each element of a tensor. 0: none. Negative: the value stayed what it was."""
+    """The epochs that last used each element of a tensor. 0: none. Negative: the value did not change."""
 
     def __init__(self, elements: int) -> None:
         self.writer, self.reader, self.earlier_reader, self.adder = (np.zeros(elements, np.int32) for _ in range(4))
@@ -110,7 +110,7 @@ class Written:
 
     kernel: str
     memories: tuple[tuple[int, int, Mapping[int, _Shadow]], ...]
-    """First address, the one behind the last, and the users of each element by its bytes."""
+    """First address, the address after the last, and the users of each element by its bytes."""
 
     def has(self, addresses: Array, size: int) -> bool:
         """True if one of these elements was written."""
@@ -125,10 +125,10 @@ class Written:
 
 
 class Races:
-    """The account of one launch. Raises ``RaceError`` where a race was seen for certain."""
+    """The detector for one launch. Raises ``RaceError`` for every certain race."""
 
     def __init__(self, kernel: str, given: Mapping[str, Tensor], before: Written | None = None) -> None:
-        """``before``: what the kernel before wrote, if this one may begin before that one has ended."""
+        """``before``: memory that the previous kernel wrote, if this kernel may begin before that one has ended."""
         self.kernel = kernel
         self.waited = False
         """True if the program has waited for the kernel before."""
@@ -168,9 +168,8 @@ class Races:
         return len(self._before) - 1
 
     def read(self, parts: Sequence[Array], size: int, first: int, end: int, *, orders: bool = False) -> None:
-        """A load of all sums of one element of each of ``parts``.
-
-        ``orders``: it is volatile, as one that waits for a flag.
+        """Note a load from all sums of one element of each of ``parts``. ``orders``: the load is volatile, like one
+        that waits for a flag.
         """
         memory = self._memory(first, end)
         if memory is None:
@@ -188,7 +187,7 @@ class Races:
             memory.logged += addresses.nbytes
 
     def write(self, addresses: Array, size: int, first: int, end: int, differs: Array) -> None:
-        """A store. ``differs``: where the new value is another one than what is there."""
+        """Note a store. ``differs``: True where the new value differs from the present one."""
         memory = self._memory(first, end)
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is None or places is None:
@@ -207,10 +206,9 @@ class Races:
         shadow.writer[places] = np.where(differs | (writer > 0), now, -now)
 
     def add(self, addresses: Array, size: int, differs: Array, releases: bool) -> Callable[[], None] | None:
-        """An atomic operation, after it was done. ``differs``: where the value is another one now.
-
-        The answer, if there is one, orders the program after those whose atomic operation this one saw. A program that
-        does not look at what its atomic operation returned is not ordered: on a device the other may come later.
+        """Note an atomic operation, after it was done. ``differs``: True where the value has changed. The result, if
+        there is one, orders the program after those whose atomic operation it observed. A program that does not read
+        the result of its atomic operation is not ordered: on a device the other may come later.
         """
         addresses = addresses.reshape(-1)
         if not addresses.size:
@@ -239,7 +237,7 @@ class Races:
         self._epoch = self._new_epoch(self._epoch, *seen)
 
     def _wait(self, memory: _Memory, addresses: Array, size: int) -> None:
-        """A volatile load: what it reads orders it after the program that wrote it."""
+        """Note a volatile load, which is ordered after the program that wrote the value."""
         places = self._places(memory, addresses, size)
         seen = [self._released[address] for address in addresses.tolist() if address in self._released]
         if places is not None and size in memory.shadows:
@@ -310,7 +308,7 @@ class Races:
         self._check(memory, size, places, np.where(differs, reader, 0), does, "loaded from")
 
     def _check(self, memory: _Memory, size: int, places: Array, epochs: Array, does: str, did: str) -> None:
-        """Raise for the first element whose epoch belongs to another program and is not before this one."""
+        """Raise for the first element whose epoch belongs to another program and is not before the present one."""
         foreign = (epochs > 0) & (epochs < self._first)
         if not foreign.any():
             return

@@ -1,8 +1,8 @@
 """Recorder of the calls that one program of a Triton kernel makes while its Python runs.
 
 The kernel's Python gets tensors without numbers: a `Traced` represents a result of the interpreter. It can only be
-passed back to the interpreter, whose calls are recorded, or be asked for a number, which is recorded as a decision. The
-counter of a loop over a range that a tensor bounds is such a number, too. Any other use of a number fails, and the
+passed back to the interpreter, whose calls are recorded, or be converted to a number, which is recorded as a decision.
+The counter of a loop over a range that a tensor bounds is such a number, too. Any other use of a value fails, and the
 kernel runs unrecorded.
 """
 
@@ -48,9 +48,8 @@ class Traced:
 
 
 class Recorder:
-    """Takes the place of the interpreter's builder, and is asked for what the kernel's Python sees.
-
-    `effects` are those that happened already: they are answered again, and not done twice.
+    """Replaces the interpreter's builder and returns the values that the kernel's Python sees. `effects` are those that
+    happened already: they are answered from the record, and not done twice.
     """
 
     def __init__(self, module: Any, arguments: Sequence[Any], effects: Sequence[Effect]) -> None:
@@ -95,7 +94,7 @@ class Recorder:
         return self._add(Call(name, slots, kind, run, value, self._shorter(name, kind, run, slots, value)))
 
     def _shorter(self, name: object, kind: Kind, run: Callable[..., Any], slots: tuple[int, ...], value: Any) -> Any:
-        """A shorter way to the value of a call: a function, and the results of the path that it takes."""
+        """A shorter way to the value of a call: a function, and the results of the path that it uses."""
         if spreads(name):
             self._spread[len(self._values)] = slots[1 if name == "create_splat" else 0]
         operands = [[slot, self._spread[slot]] if slot in self._spread else [slot] for slot in slots]
@@ -125,11 +124,11 @@ class Recorder:
         return twin.function
 
     def value(self, slot: int) -> Any:
-        """Value of a result in this program, for code that needs only what all programs share."""
+        """Value of a result in this program, for code that needs only values that all programs share."""
         return self._values[slot]
 
     def decide(self, name: str, run: Callable[..., Any], *args: Any) -> Any:
-        """A number that the kernel's Python sees: everything after it depends on it."""
+        """Record a number that the kernel's Python sees, on which everything after it depends."""
         slots = tuple(self.slot(arg) for arg in args)
         if (name, slots) not in self._known:
             value = run(*[self._values[slot] for slot in slots])
@@ -165,7 +164,7 @@ class Recorder:
         return found
 
     def tensor_of(self, number: Number) -> Any:
-        """The tensor that the language makes of a number."""
+        """The tensor that the language makes from a number."""
         return as_tensor(self._module, number)
 
     def number(self, slot: int) -> Number:
@@ -174,7 +173,7 @@ class Recorder:
 
 
 def answers_of(module: Any) -> tuple[type, ...]:
-    """Types of what the interpreter's builder answers that hold numbers of a program."""
+    """Types of results of the interpreter's builder that hold values of a program."""
     return (*[getattr(module, name) for name in _HANDLES if hasattr(module, name)], tuple)
 
 
@@ -214,9 +213,8 @@ def identity(module: Any, value: Any) -> object:
 
 
 class Number:
-    """A Python number of a program that is not known yet: a comparison with it is a decision.
-
-    `isinstance` sees the number that it represents, C code does not, so nothing uses it as a number by accident.
+    """A number of a program with an unknown value: a comparison with it is a decision. `isinstance` treats it as a
+    number, but C code does not, so nothing uses it as a number by accident.
     """
 
     __slots__ = ("_kind", "_recorder", "slot")
@@ -294,8 +292,8 @@ _UNKNOWN = frozenset({Traced, Number})
 
 
 class Repeater:
-    """Takes the place of the interpreter's builder for a program that was given up on the way: effects that happened
-    are answered again, and not done twice."""
+    """Replaces the interpreter's builder for a program whose replay was given up: effects that happened are answered
+    from the record, and not done twice."""
 
     def __init__(self, builder: Any, effects: Sequence[Effect]) -> None:
         self._builder, self._effects = builder, iter(effects)

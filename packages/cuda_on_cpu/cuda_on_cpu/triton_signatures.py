@@ -1,7 +1,7 @@
 """Selection of the replacements in Triton's interpreter that accept every call that the stock functions accept.
 
-A release of Triton may rename a parameter, add one, or call by name what it called by position. A replacement that does
-not take all of that would fail correct kernels, so it is left out, and the stock function stays.
+A release of Triton may rename a parameter, add one, or call by name what it called by position. A replacement without
+support for that would fail correct kernels, so it is left out, and the stock function is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NONE = inspect.Parameter.empty
 
 
 def fitting(replacements: Iterable[Replacement]) -> list[Replacement]:
-    """Elements of ``replacements``, (object, attribute, replacement), that take all arguments of the present
+    """Elements of ``replacements``, (object, attribute, replacement), that accept all arguments of the present
     attribute."""
     return [(owner, name, new) for owner, name, new in replacements if not complaint(stock_of(owner, name), new)]
 

@@ -2,8 +2,8 @@
 
 The stock interpreter patches `triton.language` again for every nested call of a launch (tl.sum, tl.cdiv, ...), builds
 the description of a block for every operation on one, and repeats every 32-bit integer operation in 64 bits to check
-for overflow, which compiled kernels do only in debug builds. Each part is used only if the interpreter still is what it
-was when the part was written; otherwise launches work, at the stock speed.
+for overflow, which compiled kernels do only in debug builds. Each part is used only if the interpreter has not changed
+since the part was written; otherwise launches work at the stock speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def replacements(module: Any) -> list[Replacement]:
 
 
 def patch_language(module: Any) -> Any:
-    """Patch all that a kernel can reach, as the stock interpreter would piecemeal; the answer can restore()."""
+    """Patch everything that a kernel can reach, as the stock interpreter does piecemeal; the result has a method
+    restore()."""
     language = module.tl
     return module._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
 

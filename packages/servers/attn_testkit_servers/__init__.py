@@ -1,1 +1,1 @@
-"""Servers as attn-testkit knows them: bridges to SGLang and vLLM, recording, and fakes of vendor kernels."""
+"""Support for servers: bridges to SGLang and vLLM, recording, and fakes of vendor kernels."""

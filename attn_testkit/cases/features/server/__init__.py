@@ -1,1 +1,1 @@
-"""Server variants, a file for each: the backends that take it, its cases, and its changes of their steps."""
+"""Server variants, one file each: the backends that support it, its cases, and its changes to their steps."""

@@ -1,4 +1,4 @@
-"""A KV pool in which an element's place takes more than 31 bits, and one whose slots take more than 24."""
+"""A KV pool in which the offset of an element needs more than 31 bits, and one whose slot numbers need more than 24."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..kv_layout import usual_layout
 from .variant import ServerVariant
 
 _ELEMENTS = 1 << 31
-"""The first that a product of 32-bit integers, slot or page by stride, does not reach (vLLM #47671, #50427; aiter
+"""Number of elements from which on a product of 32-bit integers, slot or page times stride, overflows (vLLM #47671,
+#50427; aiter
 #4474)."""
 _MOST_WIDTH = 128
 _NARROW_ROW = 128
-"""Numbers of a row of K with which so many elements are 2^24 slots: a field of 24 bits does not reach those behind
+"""Numbers of a row of K for which the pool has 2^24 slots: a field of 24 bits does not reach those behind
 (vllm-xpu-kernels #459), and float32 does not have all of them."""
 _FEW_HEADS = 8
 _NARROWEST = ("bf16", "fp16", "fp32")
@@ -40,7 +41,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 
 def _narrow(declared: Capabilities, found: list[C]) -> Iterator[C]:
-    """Cases of ``found`` with wide rows once more, with the widest heads of which 2^24 slots take as much memory."""
+    """Cases of ``found`` with wide rows once more, with the widest heads for which 2^24 slots need as much memory."""
     for case in found:
         if case.heads.layout.wide_rows or case.heads.kv_heads * case.head_dim <= _NARROW_ROW:
             continue
@@ -50,7 +51,7 @@ def _narrow(declared: Capabilities, found: list[C]) -> Iterator[C]:
 
 
 def big_pool_cases(declared: Capabilities, small: C) -> Iterator[C]:
-    """Cases for tier full: one in each other mode but draft-decode, made of ``small``."""
+    """Cases for tier full, derived from ``small``: one in each other mode except draft-decode."""
     if small.mode not in (*_CORE, ForwardMode.DRAFT_DECODE):
         yield from _case(declared, small)
 
@@ -80,9 +81,8 @@ def _case(declared: Capabilities, small: C) -> Iterator[C]:
 
 
 def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterator[C]:
-    """Cases with an indexer whose keys lie at both ends of more than 2^31 bytes (sglang #34725), made of ``small``.
-
-    Core has decode and extend, full each mode with an indexer. They take 9 to 20 GB of a GPU.
+    """Cases with an indexer whose keys are at both ends of more than 2^31 bytes (sglang #34725), derived from
+    ``small``. Core has decode and extend, and full has each mode with an indexer. They need 9 to 20 GB of a GPU.
     """
     sparse = declared.sparse
     modes = _CORE if tier == "core" else (*_CORE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
@@ -109,13 +109,13 @@ def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterato
 
 BIG_POOL = ServerVariant(
     "bigpool",
-    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it, as have their index keys",
-    "decode and extend; in full every mode but draft-decode",
+    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it; the same holds for index keys",
+    "decode and extend; in full every mode except draft-decode",
     _cases,
     needs_no_capability=True,
     pool_elements=_ELEMENTS,
     excludes={
-        "scales of the pool that lie apart": "a slot of such a pool lies in two places",
+        "scales of the pool in memory of their own": "a slot of such a pool has two places",
     },
     order=100,
     also=("64-bit offsets",),

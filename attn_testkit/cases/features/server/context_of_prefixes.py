@@ -1,4 +1,4 @@
-"""A context that counts keys before the step only: drafts of a request at its end lie behind it."""
+"""A context that counts keys before the step only: drafts of a request at its end have positions past it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...trees import Tree
 from .variant import ServerVariant
 
 _PAGES = 4
-"""Pages that are full at the cap, so that new tokens begin one that a table of the context lacks."""
+"""Pages that are full at the cap, so that new tokens begin a page that a table of the context does not have."""
 _WIDTH = 4
 _TREE = Tree((0, 0, 1))
 """Two branches, of one node and of two."""
@@ -30,7 +30,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     case = small.of_requests((9, _PAGES * small.page_size, 1), padded=1, data="gauss", layout="shuffled")
     case = case.with_changes(rows=with_draft_width(case.rows, width))
     if case.mode is ForwardMode.DRAFT_EXTEND:
-        # The request at the cap has rows behind it.
+        # The request at the cap has rows after it.
         case = case.with_changes(rows=case.rows.counted((1, width, width)))
     yield case.with_changes(variants=frozenset({CONTEXT_OF_PREFIXES.word}))
     if case.tree and declared.max_topk >= _TREE.topk and declared.max_q_rows >= len(_TREE):
@@ -48,7 +48,7 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 
 CONTEXT_OF_PREFIXES = ServerVariant(
     "context_of_prefixes",
-    "max_context_len counts keys before the step only, and a request has exactly as many",
+    "max_context_len counts keys before the step only, and one request has exactly this many",
     "server.context_len",
     _cases,
     _fits,

@@ -1,4 +1,4 @@
-"""No live request: a rank that has none replays a graph all the same, because the other ranks do."""
+"""Steps without a live request: a rank without requests still replays a graph, because the other ranks do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    """Empty batches before the largest one and behind it, twice in a row, and in the other graph."""
+    """Empty batches before and after the largest one, twice in a row, and in the other graph."""
     small = min(plan.bucket for plan in plans[:-1])
     first, longer, *others, oversized = plans
     idle = Plan("no live request", case.bucket, ())
@@ -33,7 +33,7 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 
 EMPTY_BATCHES = ServerVariant(
     "empty_batches",
-    "some steps have no live request, as on a rank of data parallelism that has none",
+    "some steps have no live request, as on an idle rank of data parallelism",
     "in eager mode only if server.takes_empty_batches is declared",
     _cases,
     _fits,

@@ -11,19 +11,19 @@ from ...plan import Plan
 from .variant import ServerVariant
 
 _TOKENS = 1 << 18
-"""Beyond 16 bits, in pages of a slot and of several; and so is a third of it, in tokens."""
+"""A number of tokens that needs more than 16 bits, also counted in pages; a third of it does, too."""
 _KEPT = ("own batch", "own batch, elsewhere", "same lengths, other requests")
 _MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, *ForwardMode)
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    """One of a backend: its request table takes a megabyte a row."""
+    """One case per backend: a row of its request table needs a megabyte."""
     if small.mode is next(mode for mode in _MODES if mode in declared.eager | declared.graph):
         yield small.of_requests((70,), data="gauss", variants=frozenset({"far"}))
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    """A few: backends whose work follows the context are slow."""
+    """Only a few steps, because backends whose work grows with the context are slow."""
     *steps, oversized = plans
     return [*(replace(plan, eager_too=False) for plan in steps if plan.label in _KEPT), oversized]
 
@@ -36,7 +36,10 @@ LARGE_MAX_CONTEXT_LEN = ServerVariant(
     needs_no_capability=True,
     plans=_plans,
     context_len=_TOKENS,
-    excludes={"empty_batches": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
+    excludes={
+        "empty_batches": "only few steps are run, and none of them without a request",
+        "shapes": "only few steps are run",
+    },
     order=70,
     also=("large max_context_len",),
 )

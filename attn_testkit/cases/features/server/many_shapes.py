@@ -14,11 +14,11 @@ _SHAPES = 134
 """More than 128, the largest bound known of such a cache (ROCm/aiter #4587)."""
 _LENS = (9, 21)
 _NEEDED = ("same lengths, other requests",)
-"""The step that others are chosen in place of."""
+"""The step that is replaced by others."""
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    """Cases of decode, if it has graphs: a graph lives longer than an entry of a cache."""
+    """Cases of decode, if it has graphs: a graph exists longer than an entry of a cache."""
     if small.mode is ForwardMode.DECODE and small.mode in declared.graph:
         yield small.with_changes(prefixes=_LENS, data="gauss", bucket=len(_LENS), variants=frozenset({"shapes"}))
 
@@ -39,7 +39,7 @@ MANY_BATCH_SHAPES = ServerVariant(
     _cases,
     needs_no_capability=True,
     plans=_plans,
-    excludes={"empty_batches": "its steps take the place of those without a request"},
+    excludes={"empty_batches": "its steps replace the steps without a request"},
     order=90,
     also=("many shapes",),
 )

@@ -1,7 +1,8 @@
-"""Batches narrower than the instance was configured for: drafts become shorter while a server runs.
+"""Batches that are narrower than the configured width of an instance: drafts become shorter while a server runs.
 
-vLLM captures graphs of every number of draft tokens on one instance (``num_speculative_tokens_per_batch_size``).
-SGLang makes an instance for each (``speculative_adaptive``), next to each other: ``cases/co_residents.py``.
+vLLM captures graphs of every number of draft tokens on one instance (``num_speculative_tokens_per_batch_size``). SGLang
+makes an instance for each number (``speculative_adaptive``), and these exist next to each other:
+``cases/co_residents.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _WIDEST = 8
 
 
 def _narrower(case: C) -> list[C]:
-    """Cases of half the width and of the least one, which share the instance of a case with this variant."""
+    """Cases of half the width and of the least width, which share the instance of a case with this variant."""
     widths = sorted({max(MIN_DRAFT_WIDTH, case.draft_width // 2), MIN_DRAFT_WIDTH}, reverse=True)
     variants = case.variants - {NARROWER_WIDTHS.word}
     return [
@@ -64,7 +65,7 @@ NARROWER_WIDTHS = ServerVariant(
     alone=True,
     excludes={
         "branching trees": "servers that change the width of a draft verify chains",
-        "states": "pools of states have room for one width",
+        "states": "pools of states are made for one width",
         "loop": "the stages of a loop have their own widths",
         "multi-mode instance": "the other modes of the instance have one width",
     },

@@ -1,4 +1,4 @@
-"""Layers that are not causal: a row sees all keys of its request, those of the step's later rows among them."""
+"""Layers that are not causal: a row sees all keys of its request, including the keys of later rows of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ...trees import chain
 from .variant import ServerVariant
 
 _LENS = (9, 530, 70, 0)
-"""More keys than a tile beyond few rows, too: a loop that ends with the rows' tile leaves them out (jax #24495)."""
+"""Prefixes with more keys than a tile, also next to few rows: a loop that ends with the tile of the rows leaves keys
+out (jax #24495)."""
 _BLOCKS = (4, 17)
 """Rows of a draft block: few, and more than a tile."""
 _NEW = (20, 1, 3, 7)

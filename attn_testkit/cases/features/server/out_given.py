@@ -22,7 +22,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 OUT_GIVEN = ServerVariant(
     "given_out",
-    "each forward is given out=, which it writes and returns",
+    "each forward gets out=, which it writes and returns",
     "server.takes_out",
     _cases,
     _fits,

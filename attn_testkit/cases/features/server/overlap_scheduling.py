@@ -1,4 +1,4 @@
-"""The next step is planned before the device is done with this one: overlapping schedulers do so."""
+"""The next step is planned before the device has finished this one, as overlapping schedulers do."""
 
 from __future__ import annotations
 

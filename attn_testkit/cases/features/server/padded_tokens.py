@@ -1,4 +1,5 @@
-"""More rows than were planned: a server pads what the layers around attention are given, once the step is planned."""
+"""More rows than were planned: a server pads the inputs of the layers around attention after it has planned the
+step."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 PADDED_TOKENS = ServerVariant(
     "padded_tokens",
-    "each forward has rows of no request behind those of its plan",
+    "each forward has rows of no request after the rows of its plan",
     "server.takes_more_rows",
     _cases,
     _fits,
     excludes={
         "KV splits": "rows of no request have no keys to merge: servers cut them off before they split keys",
-        "empty_batches": "what a rank without requests is given has no rows either, and is not planned",
+        "empty_batches": "a rank without requests has no rows, and its step is not planned",
     },
     order=60,
     also=("morerows", "padded token count"),

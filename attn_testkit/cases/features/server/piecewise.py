@@ -26,8 +26,8 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    """Steps run eagerly too: those of other rows have the memory of the first. After the exact one the larger batch
-    does.
+    """Steps also run eagerly: steps with other rows use the memory of the first one, and so does the larger batch after
+    the exact one.
     """
     return [replace(plan, eager_too=not plan.exact) for plan in plans]
 
@@ -35,13 +35,13 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 PIECEWISE = ServerVariant(
     "piecewise",
     "in eager steps attention runs between graphs: q, k and v are the first rows of their memory, and NaN follows",
-    "eager modes but draft-decode",
+    "eager modes except draft-decode",
     _cases,
     plans=_plans,
     needs_no_capability=True,
     excludes={
-        "empty_batches": "a rank without requests runs no piece",
-        "states": "layers that keep a state have pieces of their own",
+        "empty_batches": "a rank without requests runs no attention",
+        "states": "layers that keep a state have graph pieces of their own",
     },
     order=120,
     also=("piecewise graphs",),

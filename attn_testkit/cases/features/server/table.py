@@ -1,6 +1,7 @@
 """The table of server variants: those of the modules next to this one.
 
-A server variant is one word of a case's id, and an id may have several. Conventions of all servers need none.
+A server variant is one word of a case's id, and an id may have several. A convention that all servers share is not a
+variant.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _together(words: frozenset[str]) -> ServerVariant:
 
 
 def variant_of(case: Fields) -> ServerVariant:
-    """Sum of the server variants of a case; without any, habits that all servers have."""
+    """The combined server variants of a case; without any, the conventions that all servers have."""
     return _together(case.variants)
 
 
@@ -79,14 +80,14 @@ def dialect_of(declared: Capabilities, case: Fields) -> Dialect:
 
 
 def usual_page(declared: Capabilities) -> int:
-    """Page size of several slots, if pages have them, and no larger than most servers': page 0 has as many."""
+    """A declared page size of several slots, if there is one, but no larger than in most servers: page 0 has as many
+    slots."""
     return max((size for size in declared.page_sizes if size <= _PAGE), default=min(declared.page_sizes))
 
 
 def variant_cases(declared: Capabilities, small: C) -> Iterator[C]:
-    """A case for each variant that a backend with these capabilities has in the mode of ``small``.
-
-    ``small``: a case with as little work for each row and key as is declared.
+    """A case for each variant that a backend with these capabilities supports in the mode of ``small``. ``small``: a
+    case with as little work for each row and key as the declaration allows.
     """
     small = small.with_changes(page_size=usual_page(declared))
     for variant in SERVER_VARIANTS.values():

@@ -1,4 +1,4 @@
-"""Scales of K and V that a checkpoint brings, although the KV pool holds them as given."""
+"""Scales of K and V in a checkpoint, although the KV pool holds K and V unscaled."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 UNUSED_SCALES_VARIANT = ServerVariant(
     UNUSED_SCALES,
-    "k_scale and v_scale of layers are not 1, and the KV pool holds K and V as given",
+    "k_scale and v_scale of layers are not 1, and the KV pool holds K and V unscaled",
     "server.takes_unused_scales",
     _cases,
     _fits,
     excludes={
-        "FP8 pool": "its scales are used",
+        "FP8 pool": "the scales of an FP8 pool are used",
         "states": "a layer that keeps a state has no KV pool",
         "loop": "the model of a loop has no scales",
     },

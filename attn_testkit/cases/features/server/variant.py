@@ -37,7 +37,7 @@ def _fits_none(declared: Capabilities, case: Fields) -> bool:
 
 @dataclass(frozen=True)
 class ServerVariant:
-    """One thing that not every server does."""
+    """A convention that not every server has."""
 
     word: str
     """Word of case ids."""
@@ -46,10 +46,11 @@ class ServerVariant:
     capability: str = ""
     """The capability for which it is tried, in plain words."""
     cases: _MakesCases = _no_cases
-    """(declared, small): its cases, made of ``small``; none where it is not declared in the mode of ``small``."""
+    """(declared, small) -> cases of the variant, derived from ``small``; none if it is not declared in the mode of
+    ``small``."""
     fits: Callable[[Capabilities, Fields], bool] = _fits_none
-    """(declared, case): True if a case that was made for something else may have this variant too. The cases above are
-    not asked."""
+    """(declared, case) -> True if a case that was made for another purpose may have this variant, too. It is not used
+    for ``cases``."""
     _: KW_ONLY
     order: int
     """Place among the variants: of its word in an id, and of its cases."""
@@ -58,16 +59,16 @@ class ServerVariant:
     context_len: int = 0
     """``max_context_len``, in tokens; 0: as the longest request needs it."""
     says: Mapping[str, str] = field(default_factory=dict)
-    """Fields of a ``Dialect`` in which it is not the usual one."""
+    """Fields of a ``Dialect`` in which the variant differs from the usual one."""
     gives_none: bool = False
-    """Something else than lengths on the host is None: the tree of a target-verify."""
+    """True if something other than lengths on the host is None: the tree of a target-verify."""
     causal: bool = True
     """``AttentionLayer.causal`` of all layers."""
     reaches_kernels: bool = True
-    """True if the kernel of a layer sees it, and not only the code that plans and launches: options of a layer go with
-    it."""
+    """True if the variant affects the kernel of a layer, and not only the code that plans and launches. Then it is
+    combined with options of a layer."""
     needs_no_capability: bool = False
-    """True if any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
+    """True if every backend gets the variant in the modes of ``cases``, whatever ``fits`` says."""
     on_its_instance: _SharesInstance = _no_others
     """(case) -> other cases, which share the instance of a case with this variant and run in turn with it."""
     context: Callable[[Sequence[Any]], Changes] | None = None
@@ -75,14 +76,14 @@ class ServerVariant:
     also: tuple[str, ...] = ()
     """Other words for it, by which the glossary finds it too."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Names of traits that no case has together with it -> why. The trait of a variant is its word. Everything
-    else combines."""
+    """Names of traits that no case has together with the variant -> why. The trait of a variant is its word. All other
+    traits combine with it."""
     alone: bool = False
-    """True: only ``cases`` have it, because one costs as much as several cases."""
+    """True if only ``cases`` have the variant, because one such case costs as much as several others."""
     pool_elements: int = 0
     """Least number of elements in K of a layer, used or not; 0: as the requests need them."""
 
     @property
     def combines(self) -> bool:
-        """True if a case that was made for something else may have this variant too."""
+        """True if a case that was made for another purpose may have this variant, too."""
         return self.fits is not _fits_none and not self.alone

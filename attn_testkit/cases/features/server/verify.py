@@ -1,4 +1,4 @@
-"""Target-verify where a server has no trees: lengths that count the new tokens, and chains that come without links."""
+"""Target-verify in servers without trees: lengths that count the new tokens, and chains without tree tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step whose scores take more than 2^31 bytes: an indexer's rows times the columns of the request table."""
+"""A step whose scores need more than 2^31 bytes: an indexer's rows times the columns of the request table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _TOKENS = 1 << 20
 _ROWS = (1 << 31) // (4 * _TOKENS) + 8
 """Rows of a step: with a float32 for every column, the last eight begin at 2^31 bytes or later (aiter #4244)."""
 _MOST_REQUESTS = 160
-"""More would have a request table of more than 700 MB."""
+"""The most requests; with more, the request table would have more than 700 MB."""
 _FEW_HEADS, _MOST_DRAFTED = 8, 16
 _KEPT = ("own batch", "own batch, elsewhere", "same lengths, other requests")
 
 
 def wide_scores_cases(declared: Capabilities, small: C, tier: str) -> Iterator[C]:
-    """A prompt, made of ``small``; in full drafts to verify, too, whose request table takes 140 MB or more.
-
-    Their rows are scored by other kernels. Few columns of each request are in use.
+    """A prompt, derived from ``small``; in tier full also drafts to verify, because other kernels score their rows.
+    Their request table needs 140 MB or more. Few columns of each request are in use.
     """
     sparse = declared.sparse
     if sparse is None or sparse.indexer is None or declared.max_context_len < _TOKENS:
@@ -51,7 +50,7 @@ def wide_scores_cases(declared: Capabilities, small: C, tier: str) -> Iterator[C
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    """Few: backends whose work follows the context are slow."""
+    """Few steps, because backends whose work grows with the context are slow."""
     *steps, oversized = plans
     return [*(replace(plan, eager_too=False) for plan in steps if plan.label in _KEPT), oversized]
 
@@ -59,11 +58,14 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 WIDE_SCORES = ServerVariant(
     "wide_scores",
     f"max_context_len is {_TOKENS:,}: a float32 for each row and column of the request table is more than 2^31 bytes",
-    "an indexer, in extend; in full in target-verify, too",
+    "an indexer in extend; in full also in target-verify",
     needs_no_capability=True,
     plans=_plans,
     context_len=_TOKENS,
-    excludes={"empty_batches": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
+    excludes={
+        "empty_batches": "only few steps are run, and none of them without a request",
+        "shapes": "only few steps are run",
+    },
     order=160,
     also=("max_model_len of a million", "logits beyond 2 GiB"),
 )

@@ -24,7 +24,7 @@ __all__ = ["Audit", "Settings", "audit"]
 def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = None) -> Audit:
     """Run everything that ``settings`` ask for. ``see`` gets each verdict, the number done, and the number of all.
 
-    Raises ``UsageError`` when the settings name nothing, or a device that is not here.
+    Raises ``UsageError`` if the settings name nothing, or a device that this machine lacks.
     """
     started = time.perf_counter()
     environment = resolve(settings.device)

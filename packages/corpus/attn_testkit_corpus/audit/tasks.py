@@ -26,7 +26,7 @@ from ..faults.catalogue import entry_of, field_bugs_in
 from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 
 _GRAPH_COST = 6
-"""Duration of a graph case-run, about, in eager ones."""
+"""Approximate duration of a graph case-run, in eager ones."""
 _MIXED_AT = 5
 """Index in a mode's list at which the case that mixes modes is tried."""
 _MOST_TEXTS = 3
@@ -68,7 +68,8 @@ def tasks_for(settings: Settings) -> list[Task]:
 
 
 def kill_order(items: Sequence[Item], first: tuple[str, str] | None = None) -> list[Item]:
-    """Cheap first: modes and executions alternate, each as often as its cost allows. The order knows no fault.
+    """Order cases by cost: modes and executions alternate, each as often as its cost allows. The order does not depend
+    on the fault.
 
     As in a run, everything under no_grad comes before everything under inference_mode. ``first``: (execution, case)
     that comes before all others, if it is among them.
@@ -108,7 +109,7 @@ def _from_both_ends(items: Sequence[Item]) -> deque[Item]:
 
 
 def run_task(task: Task, settings: Settings, runner: Runner) -> Verdict:
-    """Run a bug or a known-good backend on workers of ``runner``: a process only for this backend."""
+    """Run a bug or a known-good backend on workers of ``runner``, in a process that runs only this backend."""
     entry = entry_of(task.name)
     return _run_bug(entry, settings, runner) if task.kind == "fault" else _run_healthy(entry, task, settings, runner)
 
@@ -156,7 +157,7 @@ def _run_bug(entry: CorpusEntry, settings: Settings, runner: Runner) -> FaultVer
 
 
 def _turn(items: Sequence[Item], control: int, settings: Settings) -> Sequence[Item]:
-    """Every third case: another third for the next control and for the next seed, so three seeds run all of each.
+    """Every third case: the next control and the next seed have a different third, so three seeds run all cases.
 
     Controls run to the end, and their graph cases cost more than all faults together.
     """

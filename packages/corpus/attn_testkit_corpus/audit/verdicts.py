@@ -58,7 +58,7 @@ class FaultVerdict:
     source: str
     expected: tuple[str, ...]
     caught_by: tuple[str, ...] = ()
-    """Checks that the first case to catch it failed, as reported; ``crashed`` and ``timed out`` among them."""
+    """Checks that failed in the first case that caught the bug, as reported; ``crashed`` and ``timed out`` count."""
     case: str = ""
     mode: str = ""
     execution: str = ""
@@ -68,7 +68,7 @@ class FaultVerdict:
     """Case-runs until it was caught, that one included."""
     seconds: float = 0.0
     lost: bool = False
-    """True if it took the device context along, and with it the process."""
+    """True if the device context was lost, and with it the process."""
     not_run: str = ""
     """Reason why nothing could be run here."""
 
@@ -84,9 +84,8 @@ class FaultVerdict:
 
     @property
     def as_expected(self) -> bool:
-        """True if a check that must catch it did.
-
-        Wrong numbers that are within the limits of the oracle are found by counts of keys, in cases of codes.
+        """True if one of the checks that must catch it failed. Wrong results within the limits of the oracle are found
+        by counts of keys, in cases of codes.
         """
         counted = {"keys-counted-once"} if "matches-oracle" in self.expected else set[str]()
         return bool(set(self.caught_by) & (set(self.expected) | counted))
@@ -104,7 +103,7 @@ class ControlVerdict:
     texts: tuple[str, ...] = ()
     seconds: float = 0.0
     lost: bool = False
-    """True if it took the device context along, and with it the process."""
+    """True if the device context was lost, and with it the process."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class AdversarialVerdict:
     slug: str
     mechanism: str
     exit_code: int
-    """Exit code of a run of it: anything but 0 is right."""
+    """Exit code of a run of the backend: anything but 0 is right."""
     ending: str
     honest_exit_code: int
     """Exit code of a run of its healthy control: 0 is right."""
@@ -128,7 +127,7 @@ class AdversarialVerdict:
 
     @property
     def proves(self) -> bool:
-        """True if it failed only because of the cheat: without it the same code passes."""
+        """True if the backend failed only because of the cheat: without the cheat the same code passes."""
         return not self.green and self.honest_exit_code == 0
 
 
@@ -171,7 +170,7 @@ class Audit:
 
     @property
     def idle_checks(self) -> list[str]:
-        """Checks that catch nothing that others do not. Not known when only some faults were tried."""
+        """Checks that catch nothing that others miss. Empty if only some faults were tried."""
         if self.settings.partial:
             return []
         return [check for check, count in self.caught_alone.items() if check in CHECKS and not count]
@@ -205,7 +204,7 @@ class Audit:
 def caught_before(path: str) -> Mapping[str, tuple[str, str]]:
     """Slug of each fault that was caught in a recorded audit -> (execution, case) that caught it.
 
-    That case will most likely catch it now. Raises ``UsageError`` for a file that cannot be read, or is not a record
+    That case will most likely catch it again. Raises ``UsageError`` for a file that cannot be read, or is not a record
     of an audit.
     """
     try:

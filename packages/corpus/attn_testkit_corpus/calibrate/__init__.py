@@ -1,1 +1,1 @@
-"""Answers of a real GPU to hundreds of small programs, the programs, and the comparison with the emulation."""
+"""Hundreds of small programs, their results on a real GPU, and the comparison with the emulation."""

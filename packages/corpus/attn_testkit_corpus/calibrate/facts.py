@@ -1,5 +1,4 @@
-"""Small programs about graphs themselves: pools, outputs, resets, errors that were caught. Each answers with one short
-line."""
+"""Small programs about graphs themselves: pools, outputs, resets, caught errors. Each returns one short line."""
 
 # mypy: disable-error-code="arg-type,func-returns-value"
 

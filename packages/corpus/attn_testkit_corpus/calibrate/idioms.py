@@ -1,4 +1,5 @@
-"""Snippets: further idioms, one step off the ones the rules were made from; they say whether the rules are general."""
+"""Snippets: further idioms, similar to those from which the rules were made; they show whether the rules are
+general."""
 
 # mypy: disable-error-code="index,assignment,call-overload,no-untyped-call,func-returns-value,arg-type,operator"
 # mypy: disable-error-code="no-any-return,dict-item,return-value,attr-defined"

@@ -1,4 +1,4 @@
-"""The tensors that every snippet starts from, and how they change between capture and replay."""
+"""The tensors with which every snippet starts, and their changes between capture and replay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small serving loop: one correct version, and ten with a planted bug. An ordinary CUDA program: a GPU runs it too.
 
 Two graphs (batch sizes 4 and 2) are captured into one pool and replayed with other batches each time, eager steps with
-new requests between; every step is compared with an eager run of the right loop on its own runner.
+new requests between; every step is compared with an eager run of the correct loop on a separate runner.
 """
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"
@@ -24,11 +24,12 @@ HIDDEN = GROUPS * WIDTH
 TOLERANCE = 1e-3
 
 Batch = namedtuple("Batch", "new cached requests")
-"""Per request: how many new tokens, how many are cached already, which of the 8 requests it is."""
+"""Per request: number of new tokens, number of cached tokens, and index among the 8 requests."""
 
 
 class Correct:
-    """Plans batches and looks tokens up in the cache: what a graph reads is allocated once, and refreshed in place."""
+    """Plans batches and looks tokens up in the cache. Memory that a graph reads is allocated once and refreshed in
+    place."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -96,7 +97,7 @@ class Correct:
         self.fill(self.metadata, batch)
 
     def max_len(self) -> int:
-        """Positions to look at, a multiple of PAGE; a host number, so a constant of a graph."""
+        """Number of positions to read, a multiple of PAGE; a host number, so it is a constant of a graph."""
         return int(self.metadata.max_len)
 
     def look_up(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,8 +150,7 @@ class MetadataReallocated(Correct):
 
 
 class MetadataReallocatedButKept(MetadataReallocated):
-    """Reallocated metadata of which something still refers to the old tensors: no address dangles, the values are
-    stale."""
+    """Reallocated metadata, whose old tensors are still referenced: no address dangles, but the values are stale."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
@@ -329,7 +329,7 @@ _BYSTANDER_SIZES = (1024,) * 6 + (576, 640, 768, 1024, 1088, 2048)
 
 
 def drive(planner: type[Correct]) -> str:
-    """`pass`, `capture error`, or the steps that went wrong: what a test that compares results would see."""
+    """Return `pass`, `capture error`, or the wrong steps, as a test that compares results would see them."""
     with torch.no_grad():
         runner, reference = Runner(planner), Runner(Correct)
         try:

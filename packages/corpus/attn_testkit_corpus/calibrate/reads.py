@@ -1,4 +1,4 @@
-"""Snippets: the host looks at device values, waits, or decides something from them."""
+"""Snippets: the host reads device values, waits, or decides something from them."""
 
 # mypy: disable-error-code="func-returns-value,call-overload,no-any-return,no-untyped-call"
 

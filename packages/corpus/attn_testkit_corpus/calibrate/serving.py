@@ -1,4 +1,4 @@
-"""Snippets: what servers do to their metadata, page tables, paged caches and masks inside a captured step."""
+"""Snippets: changes that servers make to metadata, page tables, paged caches and masks inside a captured step."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ OK, STALE = "ok", "stale"
 class Snippet:
     """One idiom, written as an author would write it inside a captured step of a server.
 
-    `warm_up`: an eager run comes first, on a side stream. `expected` is what the replay must give, for the few whose
-    eager run cannot say.
+    `warm_up`: an eager run comes first, on a side stream. `expected` is the result of the replay, for the few snippets
+    whose eager run gives another one.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""Verdict files: what a real GPU answered, with its name and the torch it ran, and how the emulation compares."""
+"""Verdict files: the answers of a real GPU, with its name and its version of torch, and their comparison with the
+emulation."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """`missed`: the GPU fails, the emulation does not. `false_alarms`: the other way round. `other`: both fail,
-    differently."""
+    """`missed`: the GPU fails but the emulation does not. `false_alarms`: the emulation fails but the GPU does not.
+    `other`: both fail, differently."""
 
     compared: int = 0
     gpu_fails: int = 0

@@ -11,7 +11,7 @@ _VERDICTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Calibration:
-    """One file of verdicts: a real GPU's answers to the questions that the emulation answers too."""
+    """One file of verdicts: a real GPU's answers to the same programs that the emulation runs."""
 
     device: str
     torch: str

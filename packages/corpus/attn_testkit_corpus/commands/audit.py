@@ -113,7 +113,7 @@ def audit(
 
 
 def _processes_that_fit() -> int:
-    """A process takes up to 2.5 GB."""
+    """Number of processes that fit into memory: a process needs up to 2.5 GB."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

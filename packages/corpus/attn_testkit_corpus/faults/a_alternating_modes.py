@@ -16,7 +16,8 @@ Key = tuple[ForwardMode, tuple[int, ...], tuple[int, ...]]
 
 
 class SharedPlans(PlannedBackend):
-    """Offsets, lengths and splits are kept while a plan has the numbers of the one before; all modes share them."""
+    """Offsets, lengths and splits are kept while a plan has the same lengths as the one before; all modes share
+    them."""
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
@@ -52,7 +53,8 @@ class SharedPlans(PlannedBackend):
 
 @fault("TensorRT-LLM #13696", "steps-independent completes", "instance that")
 class PlanSkippedByOwnLengths(SharedPlans):
-    """A mode skips its plan while its own lengths are those of its last one, though another mode has planned since."""
+    """A mode skips its plan while its own lengths are the same as at its last plan, although another mode has planned
+    since."""
 
     def is_fresh(self, key: Key) -> bool:
         return self.mine.get(key[0]) == key
@@ -60,7 +62,8 @@ class PlanSkippedByOwnLengths(SharedPlans):
 
 @fault("TensorRT-LLM #13696", "steps-independent buckets-independent completes", "instance that", executions="graph")
 class EagerPlanSkippedBehindReplays(SharedPlans):
-    """Plans of replays leave their metadata to the next eager step, which takes them for those of its last plan."""
+    """Plans of replays leave their metadata to the next eager step, which uses them as if its own last plan had made
+    them."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         kept = self.shared

@@ -1,4 +1,5 @@
-"""Class A: metadata of capture and replay. Right in eager; under a graph something of the capture stays in force."""
+"""Class A: metadata of capture and replay. Eager mode is right; under a graph some value of the capture stays in
+use."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class Fp8SchedMetaFreshTensors(PlannedBackend):
     executions="graph",
 )
 class PlanKernelNotRecorded(PlannedBackend):
-    """The first forward makes the schedule; that is a warm-up, so the planning kernel is not in the graph."""
+    """The first forward makes the schedule, and it is a warm-up, so the planning kernel is not in the graph."""
 
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if not hasattr(meta, "schedule"):
@@ -105,7 +106,8 @@ class PlanNotRefreshedBeforeReplay(PlannedBackend):
     modelled="a request whose tiles never all come keeps its unfinished partial result, where the kernel hung",
 )
 class ReplayPageCountMismatch(CountingBackend):
-    """The captured kernel waits for as many page tiles as there were at capture, and replay has another count."""
+    """The captured kernel waits for as many page tiles as there were at capture, but a replay has a different
+    number."""
 
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if self.in_graph:
@@ -120,7 +122,7 @@ class ReplayPageCountMismatch(CountingBackend):
     "replay-follows-batch",
     "KV tokens are right, of|KV tokens are missing",
     executions="graph",
-    modelled="splits past the accumulators are dropped, where the kernel wrote behind them",
+    modelled="splits past the accumulators are dropped, where the kernel wrote past them",
 )
 class SplitCountGrowsPastCapture(PlannedBackend):
     """Accumulators are sized for the number of splits at capture, and replay chooses more splits."""
@@ -212,7 +214,7 @@ class MetadataOfTheModeCapturedLast(PlannedBackend):
 
 @fault("lmdeploy #3372, #4005", "replay-follows-batch writes-own-kv padding-inert", executions="graph")
 class ReplayBucketRecomputed(PlannedBackend):
-    """Replay fills as many rows as the next power of two of the live batch, not as many as the bucket has."""
+    """Replay fills as many rows as the next power of two above the live batch, not as many as the bucket has."""
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
@@ -233,7 +235,7 @@ class ReplayBucketRecomputed(PlannedBackend):
     executions="graph",
 )
 class FrozenKvStepOffsetBaked(PlannedBackend):
-    """The recorded rebuild adds a draft step to the lengths, so every replay reads one slot never written."""
+    """The recorded rebuild adds a draft step to the lengths, so every replay reads one slot that was never written."""
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
@@ -285,7 +287,7 @@ class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
     executions="graph",
 )
 class TreeMaskOfTheCapture(PlannedBackend):
-    """Lengths and pages are refreshed at replay, and the mask buffer is not."""
+    """Lengths and pages are refreshed at replay, but the mask buffer is not."""
 
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "mask" or self.capturing:
@@ -311,7 +313,7 @@ class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
     executions="graph",
 )
 class KvSplitsNotRefreshed(BatchInvariantBackend):
-    """Replay keeps the number of splits of the capture: right numbers, and other bits than eager."""
+    """Replay keeps the number of splits of the capture: results are right, but their bits differ from eager mode."""
 
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return lens.clamp(min=1) if self.in_graph else super().plan_splits(lens)

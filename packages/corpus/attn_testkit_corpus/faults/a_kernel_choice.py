@@ -14,10 +14,11 @@ _KEYS = 1000
 
 
 @fault(
-    "general; kernels of vLLM that are chosen by the sizes of its graphs", "matches-oracle", "right with 11 requests"
+    "general; kernels of vLLM that are chosen by the sizes of its graphs", "matches-oracle", "passes with 11 requests"
 )
 class KernelSwitchOffByOne(PlannedBackend):
-    """Batches of more than 12 are planned without splits, and those of 12 and more are run by the kernel without."""
+    """Batches of more than 12 requests are planned without splits, but batches of 12 and more run on the kernel without
+    splits."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
         kernel_changes_at={_SIZE}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"},
@@ -37,7 +38,7 @@ class KernelSwitchOffByOne(PlannedBackend):
     "general; split counts that follow the sum of keys (FlashInfer's planner)", "matches-oracle", modes="decode extend"
 )
 class KernelSwitchByKeysOffByOne(PlannedBackend):
-    """Batches of more than 1,000 keys are planned without splits, and those of 1,000 and more are run so."""
+    """Batches of more than 1,000 keys are planned without splits, but batches of 1,000 and more run without splits."""
 
     capabilities = KernelSwitchOffByOne.capabilities.with_changes(kernel_changes_at=(), kernel_changes_at_keys={_KEYS})
 

@@ -61,7 +61,7 @@ class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
 
 @fault("vLLM #53821", "replay-follows-batch", "only the graph is wrong|value from capture time", executions="graph")
 class CaptureZeroesQueryStartLoc(PlannedBackend):
-    """A shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them."""
+    """A shared builder zeroes the query offsets for capture, for an old kernel, and does not restore them."""
 
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "cu_seqlens_q":
@@ -99,7 +99,7 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
     "offset of its query rows",
 )
 class OffsetsRestartAfterAWarp(PlannedBackend):
-    """Query offsets are summed by one warp, and those of requests from number 32 on begin again at 0."""
+    """One warp sums query offsets, so offsets of requests from number 32 on begin again at 0."""
 
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         parts = [part.cumsum(0) for part in torch.split(counts, 32)]

@@ -1,4 +1,4 @@
-"""Class A: bugs that only the warm-ups before a capture show, because every replay is right."""
+"""Class A: bugs that appear only in the warm-ups before a capture, because every replay is right."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class WarmUpTunedOnLiveSlots(PlannedBackend):
     executions="graph",
 )
 class QueueHeadResetByPlansAlone(CountedRunsBackend):
-    """Each forward takes the work items after those of the last one: the second forward of a plan finds none."""
+    """Each forward continues after the work items of the last one, so the second forward of a plan finds none."""
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)

@@ -13,7 +13,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 LEAN = PlannedBackend.capabilities.with_changes(
     families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
 )
-"""Capabilities with few values in fields that do not matter here."""
+"""Capabilities with few values in fields that do not matter for this file."""
 
 
 @fault(
@@ -25,7 +25,7 @@ LEAN = PlannedBackend.capabilities.with_changes(
     modelled="the host takes the maximum of an empty list",
 )
 class IdleRankHasNoLongest(PlannedBackend):
-    """The plan of a replay looks for the longest live request, and an idle rank has none."""
+    """The plan of a replay needs the longest live request, but an idle rank has no request."""
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
@@ -36,7 +36,7 @@ class IdleRankHasNoLongest(PlannedBackend):
     "general; dummy batches of idle ranks (vLLM)", "writes-own-kv", "no live request", modes=_ALL, executions="graph"
 )
 class IdleReplayKeepsTheLastPlan(PlannedBackend):
-    """A batch without live requests is not planned, and the graph writes to the rows of the batch before again."""
+    """A batch without live requests is not planned, so the graph writes to the rows of the previous batch again."""
 
     capabilities = LEAN
 
@@ -49,7 +49,7 @@ class IdleReplayKeepsTheLastPlan(PlannedBackend):
     "general", "buckets-independent replay-follows-batch padding-inert matches-oracle", modes=_ALL, executions="graph"
 )
 class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
-    """The replay after one without a live request keeps that one's lengths."""
+    """The replay after one without live requests keeps the lengths of that replay."""
 
     capabilities = LEAN
     idle = False
@@ -73,8 +73,8 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     modelled="an eager batch without requests represents the dummy batch of an idle rank",
 )
 class IdleMetadataForWrongMode(PlannedBackend):
-    """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode and needs
-    some."""
+    """The plan treats a batch without requests as idle and makes no slots, but the forward decides by the mode and
+    needs slots."""
 
     capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
     planned = True

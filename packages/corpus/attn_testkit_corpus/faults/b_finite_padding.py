@@ -1,4 +1,4 @@
-"""Class B: output rows of no request that are not finite, for backends that declare that they are."""
+"""Class B: output rows that belong to no request and are not finite, although a backend declares that they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .parent import Metadata
 
 
 class FinitePaddingBackend(SlotsOfTheForward):
-    """Healthy parent: padded requests have no key and get zeros, and rows behind the last request finite numbers."""
+    """Healthy parent: padded requests have no key and get zeros, and rows after the last request get finite values."""
 
     capabilities = LEAN.with_changes(server={"takes_more_rows": True, "finite_padding": True})
 
@@ -47,7 +47,7 @@ class PaddedRequestsWithoutKeysGiveNaN(FinitePaddingBackend):
     modelled="the rows are copied from memory that nothing wrote",
 )
 class RowsBehindTheLastRequestAreNotWritten(FinitePaddingBackend):
-    """The output is allocated for all rows of q, and only those of requests are written."""
+    """The output is allocated for all rows of q, but only rows of requests are written."""
 
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         whole = super().scatter(out, meta, tokens)

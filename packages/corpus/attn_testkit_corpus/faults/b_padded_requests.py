@@ -1,4 +1,4 @@
-"""Class B: padded requests that have neither rows nor keys, for backends that declare that they take them."""
+"""Class B: padded requests with neither rows nor keys, for backends that declare support for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class B: rows of no request after the planned ones, for backends that declare that they take them."""
+"""Class B: rows that belong to no request after the planned ones, for backends that declare support for them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class SlotsOfTheForward(PlannedBackend):
     modes=_ALL,
 )
 class SlotsOfThePlanForMoreRows(PlannedBackend):
-    """Rows are stored in the slots of the plan, and there are more rows."""
+    """Rows are stored in the slots of the plan, although there are more rows."""
 
     capabilities = _CAPABILITIES
 
 
 @fault("general; q.shape[0] // batch_size", "matches-oracle replay-follows-batch", "takes_more_rows", modes=_UNIFORM)
 class WidthOfMoreRows(SlotsOfTheForward):
-    """The rows per request are q's rows over the number of requests, and q has more rows than planned."""
+    """The rows per request are q's rows divided by the number of requests, but q has more rows than planned."""
 
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
         width = tokens // len(meta.kv_lens)
@@ -79,7 +79,7 @@ class MoreRowsAreCutOff(SlotsOfTheForward):
 
 
 class MoreRowsOfBlocks(BlockBackend):
-    """Healthy: rows behind those of the plan get zeros, in layers that are not causal too."""
+    """Healthy: rows after those of the plan get zeros, also in layers that are not causal."""
 
     capabilities = NON_CAUSAL.with_changes(server={"takes_more_rows": True})
 
@@ -105,7 +105,7 @@ class MoreRowsOfBlocks(BlockBackend):
     modes="extend target-verify",
 )
 class LastRequestEndsWherePaddedRowsDo(MoreRowsOfBlocks):
-    """The last request takes the rows behind the plan for its own, and as many keys: only a causal mask hides them."""
+    """The last request includes the rows after the plan, and as many more keys, which only a causal mask hides."""
 
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = super().in_window(layer).clone()

@@ -38,7 +38,7 @@ class PadFillUnderflowsUniformWidth(WorkListBackend):
     modelled="the last entry is the length of the work list; upstream the negative length faulted",
 )
 class PadIndptrTailRunsBackwards(WorkListBackend):
-    """Only live entries of kv_indptr are refreshed: padded ones are of an earlier batch, and run backwards."""
+    """Only live entries of kv_indptr are refreshed: padded ones are from an earlier batch and decrease."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -121,7 +121,7 @@ class SlotsTailStale(MetadataForLiveRowsOnly):
     modelled="the last real row gets its successor's result",
 )
 class QLongerThanCuSeqlens(PlannedBackend):
-    """q has rows behind the last query offset, and the kernel's last block spoils the last real row."""
+    """q has rows after the last query offset, and the kernel's last block overwrites the last real row."""
 
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         result, last = super().scatter(out, meta, tokens), meta.cu_seqlens_q[-1].long()
@@ -209,7 +209,8 @@ class PiecewiseCropDropsPrefix(PlannedBackend):
     executions="graph",
 )
 class PaddingTakenForAPreemptedRequest(PlannedBackend):
-    """A padded row whose position falls back to 0 counts as a preempted request, and the row before it goes with it."""
+    """A padded row whose position falls back to 0 counts as a preempted request, and the row before it is dropped with
+    it."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -274,7 +275,8 @@ class NoWorkTileMarkerEqualsBatch(PlannedBackend):
     modelled="state by place in the batch; upstream it is that of requests, and the layers are Mamba's",
 )
 class StaleRequestStateFakesPrefill(PlannedBackend):
-    """Prefilling requests are noted by row, except for padding: an old note makes a batch of decodes a mixed one."""
+    """Prefilling requests are noted by row, except for padding, so an old note turns a batch of decodes into a mixed
+    one."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -1,4 +1,4 @@
-"""Class B: eager attention between graphs, whose q has rows of no request behind it in the same memory."""
+"""Class B: eager attention between graphs, where rows that belong to no request follow q in the same memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .parent import Metadata, PlannedBackend
     modelled="the descriptor covers the storage of q; a real one is made for the memory that a graph allocated",
 )
 class ScaleOfAllRowsInMemory(PlannedBackend):
-    """Queries get one scale from all rows that their memory has room for, and not only from those of the step."""
+    """The scale of queries is computed from all rows in their memory, not only from those of the step."""
 
     capabilities = LEAN
 

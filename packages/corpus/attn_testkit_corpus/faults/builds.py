@@ -14,8 +14,8 @@ from .parent import Metadata, PlannedBackend
 
 
 class KeptPlansBackend(PlannedBackend):
-    """Eager plans are kept, and used again for a batch with the same key, which has everything that a plan depends
-    on."""
+    """Eager plans are kept, and reused for a batch with the same key, which contains everything on which a plan
+    depends."""
 
     capabilities = PlannedBackend.capabilities.with_changes(server={"eager_without_waits": False})
 
@@ -43,7 +43,7 @@ class KeptPlansBackend(PlannedBackend):
 
 
 class CascadeBackend(PlannedBackend):
-    """Whole pages that all prefixes begin with are attended once for all requests, and merged with the other keys.
+    """Whole pages with which all prefixes begin are attended to once for all requests, and merged with the other keys.
 
     The first split is the shared prefix, read through request 0's pages; the others have each request's own keys.
     """
@@ -77,7 +77,7 @@ class CascadeBackend(PlannedBackend):
 
 
 class RegisterRowsBackend(PlannedBackend):
-    """New keys and values are attended from ``k`` and ``v``, and stored by the same kernel.
+    """New keys and values are attended to from ``k`` and ``v``, and stored by the same kernel.
 
     With ``save_kv_cache`` False ``k`` and ``v`` are not read.
     """
@@ -103,7 +103,7 @@ class RegisterRowsBackend(PlannedBackend):
         return out
 
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows that are attended from registers; None: everything is in the pool."""
+        """Rows that are attended to from registers; None: everything is in the pool."""
         return (k, v) if store else None
 
     @override
@@ -126,8 +126,8 @@ class RegisterRowsBackend(PlannedBackend):
 class TiledBackend(PlannedBackend):
     """A split's keys are walked in tiles, with a running maximum that is raised only by more than ``slack``.
 
-    A reference that is a little too small costs no digits in float32, and most tiles then need no rescaling
-    (FlashAttention 4).
+    A slightly smaller reference loses no precision in float32, and most tiles then need no rescaling (FlashAttention
+    4).
     """
 
     keys_in_tile = 32
@@ -197,7 +197,7 @@ class FixedStrideBackend(PlannedBackend):
 
 
 class WorkListBackend(PlannedBackend):
-    """Pairs of a row and a key are work items, numbered through; items past the total are not worked on."""
+    """Each pair of a row and a key is a numbered work item; numbers past the total are skipped."""
 
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
         """[] int64: number of items, from the rows' positions [B, W] int64."""
@@ -213,8 +213,8 @@ class BatchInvariantBackend(PlannedBackend):
     """Splits depend only on the request's own length, so its bits do not depend on other requests.
 
     Requests are computed one by one: a batched matrix product chooses its order of summation by the size of the batch.
-    If a fault plans other splits for a request, its bits are other ones on every processor: the sums are those of its
-    own splits, in another order (``in_other_order``).
+    If a fault plans other splits for a request, its bits change on every processor: the sums are those of its own
+    splits, in another order (``in_other_order``).
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
@@ -224,7 +224,7 @@ class BatchInvariantBackend(PlannedBackend):
         return self.own_splits(lens)
 
     def own_splits(self, lens: torch.Tensor) -> torch.Tensor:
-        """[B] int32: keys in one split of each request, whose bits are the right ones. ``lens`` [B] int32."""
+        """[B] int32: keys in one split of each request for the right bits. ``lens`` [B] int32."""
         return super().plan_splits(lens)
 
     @override
@@ -283,8 +283,7 @@ class ModeInvariantBackend(BatchInvariantBackend):
 class SplitsOfFixedTokensBackend(ModeInvariantBackend):
     """Splits hold a fixed number of tokens in each mode and bucket, so graphs give the bits of eager mode.
 
-    Its own promise is only that of modes: nothing compares its replays with eager runs bit for bit but
-    ``mode-invariant``.
+    It declares only mode invariance, so only ``mode-invariant`` compares its replays with eager runs bit for bit.
     """
 
     capabilities = ModeInvariantBackend.capabilities.with_changes(
@@ -316,7 +315,7 @@ def _singly(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 class CountedRunsBackend(PlannedBackend):
-    """Keeps a number on the device that a replay's plan clears, as a queue's head or a semaphore."""
+    """Keeps a number on the device, such as a queue's head or a semaphore, which the plan of a replay clears."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

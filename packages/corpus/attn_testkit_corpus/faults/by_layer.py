@@ -25,7 +25,7 @@ class ByLayerBackend(PlannedBackend):
         self.dims = torch.arange(widest, device=context.device)
 
     def addresses(self, layer: AttentionLayer, slots: torch.Tensor, strides_of: AttentionLayer) -> torch.Tensor:
-        """[*slots, Hk, D] int64: addresses of the numbers of ``slots`` in K, and in V, bounded by their size.
+        """[*slots, Hk, D] int64: addresses of the elements of ``slots`` in K and V, limited to their size.
 
         ``strides_of``: the layer whose strides are used.
         """

@@ -1,4 +1,4 @@
-"""Class C: stores of K and V to a wrong or unowned slot, too many, or of other values than the model's."""
+"""Class C: stores of K and V to a wrong or unowned slot, too many stores, or wrong values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXTENDS = _VERIFY + _V1 + _V2
 
 @fault("vLLM #43810, #43869", "writes-own-kv", "slot", executions="graph")
 class PadSlotMinusOneHitsLastSlot(PlannedBackend):
-    """Padding slots of -1 go into plain indexing, which counts them from the end of the pool."""
+    """Padding slots of -1 are used as plain indices, which count from the end of the pool."""
 
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
@@ -58,7 +58,7 @@ class PaddingSinkSlotGetsNan(PlannedBackend):
     modelled="padded rows of a decode represent the dummy draft steps of an idle rank",
 )
 class PaddingWritesThroughStaleRows(PlannedBackend):
-    """Slots of padded rows are looked up through request rows of an earlier batch, whose blocks live on."""
+    """Slots of padded rows are looked up through request rows of an earlier batch, whose blocks are still in use."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
@@ -112,7 +112,7 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
     "tensor-parallel size",
 )
 class AlignmentRowsMaterialised(PlannedBackend):
-    """Rows after the live ones are stored too, in the live locations over again."""
+    """Rows after the live ones are stored too, over the live locations."""
 
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "slots":
@@ -122,7 +122,7 @@ class AlignmentRowsMaterialised(PlannedBackend):
 
 @fault("aiter #5034", "writes-own-kv reads-own-kv", "K and V|slot|of another owner", modes=_EXTENDS)
 class ScatterDestIncludesSourceRow(PlannedBackend):
-    """Rows are stored two per block, and the destination of the second adds its place in the block once more."""
+    """Rows are stored two per block, and the destination of the second adds its position in the block twice."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         moved = meta.slots + self.index[: len(meta.slots)] % 2
@@ -181,7 +181,7 @@ class VStoredWithScaleOfK(PlannedBackend):
     modelled="the row is stored, attended and taken back, so that only the memory shows it",
 )
 class NewKeysAttendedButNotStored(DenseBackend):
-    """The last new row of a step is attended from registers, and its store is left to the caller."""
+    """The last new row of a step is attended to from registers, and its store is left to the caller."""
 
     def forward(
         self,
@@ -254,7 +254,7 @@ class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
     modelled="rows are stored again when attention is through, so that only the memory shows it",
 )
 class PaddingStoredBehindPageZero(PlannedBackend):
-    """The sink of padded rows is taken for slot page_size, which is the first one behind page 0."""
+    """Padded rows are stored in slot page_size, which is the first one after page 0."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Class C: a forward's own k and v: attended, stored already, or of padding rows."""
+"""Class C: a forward's own k and v: attended to, stored already, or those of padded rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ FP8 = PlannedBackend.capabilities.with_changes(
 
 @fault("general; extend kernels of sglang, prefix prefill of vLLM", "matches-oracle", "new_rows_as_given")
 class AttendsNewRowsAsGiven(RegisterRowsBackend):
-    """New rows are attended in the model's dtype, stored in FP8, and declared as attended from the FP8 pool.
-
-    The same tokens give other numbers once they are prefix.
+    """New rows are attended to in the model's dtype, stored in FP8, and declared as attended to from the FP8 pool. The
+    same tokens give different results once they are part of the prefix.
     """
 
     capabilities = FP8
@@ -30,14 +29,14 @@ class AttendsNewRowsAsGiven(RegisterRowsBackend):
 
 @fault("general", "matches-oracle", "new_rows_as_given")
 class DeclaresNewRowsAsGiven(PlannedBackend):
-    """New rows are declared as attended unquantized, and the kernel reads them from the FP8 pool."""
+    """New rows are declared as attended to unquantized, but the kernel reads them from the FP8 pool."""
 
     capabilities = FP8.with_changes(new_rows_as_given=_ALL)
 
 
 @fault("general", "completes", "takes_none_kv", executions="eager")
 class ReshapesKBeforeItAsks(PlannedBackend):
-    """k is reshaped before save_kv_cache is tested, and it is None if the pool holds the rows already."""
+    """k is reshaped before save_kv_cache is tested, although it is None if the pool holds the rows already."""
 
     capabilities = PlannedBackend.capabilities.with_changes(server={"takes_none_kv": True})
 
@@ -56,7 +55,7 @@ class ReshapesKBeforeItAsks(PlannedBackend):
 
 @fault("general; PAD_SLOT_ID of vLLM", "writes-own-kv reads-own-kv padding-inert", executions="graph")
 class SlotMinusOneIsTheLastSlot(DenseBackend):
-    """Rows of padding have slot -1, which indexing takes for the last slot of the pool."""
+    """Rows of padding have slot -1, which plain indexing reads as the last slot of the pool."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}

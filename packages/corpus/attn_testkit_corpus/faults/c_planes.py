@@ -1,4 +1,4 @@
-"""Class C: stores that leave one plane of the KV pool wrong: scales that are reset, or left out for some heads."""
+"""Class C: stores that make one plane of the KV pool wrong: scales that are reset, or missing for some heads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ScalesOfStoredKeysReset(RowFormatsBackend):
     modes=_ALL,
 )
 class ScaleOfTheFirstKvHeadAlone(PlannedBackend):
-    """The first KV head of an FP8 pool is divided by the scale of its layer, and the others are stored as given."""
+    """Only the first KV head of an FP8 pool is divided by the scale of its layer; the others are stored unscaled."""
 
     capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, gqa_ratios={2, 4}, kv_dtypes={"fp8_e4m3"})
 

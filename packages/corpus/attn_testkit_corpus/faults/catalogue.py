@@ -85,7 +85,7 @@ class CorpusEntry:
 
     @property
     def runs(self) -> list[tuple[ForwardMode, Execution]]:
-        """The modes and executions in which it runs."""
+        """The modes and executions in which the backend runs."""
         return [(m, e) for m in self.modes for e in self.executions if self.backend.capabilities.offers(m, e)]
 
     @property
@@ -99,8 +99,8 @@ _HELPERS: set[Callable[..., object]] = set()
 
 
 def helper(method: M) -> M:
-    """Mark a method of a registered class that is new. Every other method must override one of a parent: a bug whose
-    hook was renamed would never be called, and be healthy.
+    """Mark a new method of a registered class. Every other method must override one of a parent: if a hook was renamed,
+    the bug would never run, and the backend would be healthy.
     """
     _HELPERS.add(method)
     return method
@@ -117,7 +117,7 @@ def _overrides_nothing(backend: type[AttentionBackend]) -> list[str]:
 
 
 def slug_of(name: str) -> str:
-    """Name of a class as words joined by hyphens: ``PlanOfCapture`` is ``plan-of-capture``."""
+    """Name of a class, as words joined by hyphens: ``PlanOfCapture`` is ``plan-of-capture``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
 
 
@@ -133,9 +133,9 @@ def fault(
 ) -> Callable[[B], B]:
     """Register the decorated backend class as a fault.
 
-    Its docstring is the mechanism, and the first letter of its file is the class of bug. Several checks, modes or
-    executions may be one text with spaces. ``slug``: if it is not the class name in words. Raises ``ValueError`` for an
-    entry that cannot be audited.
+    Its docstring describes the mechanism, and the first letter of its file is the class of bug. Several checks, modes
+    or executions may be given as one text with spaces. ``slug``: name, if it is not the class name in words. Raises
+    ``ValueError`` for an entry that cannot be audited.
     """
     of_modes, of_executions = tuple(map(ForwardMode, _each(modes))), tuple(map(Execution, _each(executions)))
     of_checks = tuple(map(str, _each(checks)))
@@ -221,8 +221,8 @@ def _added(backend: B, entry: CorpusEntry) -> B:
 
 
 def _entries(kind: Kind, path: Iterable[str], modules: str, package: str = "") -> tuple[CorpusEntry, ...]:
-    """Entries of a kind in modules of ``path`` whose names match, by class and file: somebody may have imported one of
-    the files before the others.
+    """Entries of a kind in modules of ``path`` whose names match, by class and file, whatever the order in which the
+    files were imported.
     """
     for module in sorted(pkgutil.iter_modules(path), key=lambda m: m.name):
         if re.fullmatch(modules, module.name):

@@ -1,7 +1,5 @@
-"""Healthy backends that differ from one another in ways in which good backends may differ.
-
-The kit must find no fault with any of them; if it does, the kit is wrong. Most declare only the modes in which their
-unusual behavior shows.
+"""Healthy backends with unusual but correct behavior. The kit must find no fault with any of them; if it does, the kit
+is wrong. Most declare only the modes in which their unusual behavior shows.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ _LEAN = _WHOLE.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims=
 
 
 def _in(*modes: str, **changes: Any) -> Any:
-    """Few capabilities, for some modes, eager and graph."""
+    """Capabilities with few values, for some modes, eager and graph."""
     trees = {} if "target-verify" in modes else {"max_topk": 0}
     return _LEAN.with_changes(eager=modes, graph=modes, windows=modes, **trees, **changes)
 
 
 @control()
 class PlanOutsideTheGraph(PlannedBackend):
-    """The parent of the faults: plan, split KV, workspace; table tails as they come."""
+    """The parent of the faults: plan, split KV, workspace, arbitrary table tails."""
 
 
 @control()
@@ -94,7 +92,7 @@ class PageTailsMinusOne(PageTailsZero):
 
 @control()
 class PageTailsOfEarlierBatches(PageTailsZero):
-    """Only the pages in use are refreshed; the rest keep what they held."""
+    """Only the pages in use are refreshed; the others keep old values."""
 
     capabilities = _in("draft-extend-v2")
 
@@ -126,7 +124,7 @@ class CountersZeroAtFirstUse(CountingBackend):
 
 @control()
 class WorkspaceAtFirstUse(PlannedBackend):
-    """The workspace is made by the first forward, which no capture is."""
+    """The workspace is made by the first forward, which is never a capture."""
 
     capabilities = _in("decode")
 
@@ -162,7 +160,7 @@ class CpuLengthsNeeded(PlannedBackend):
 
 @control()
 class KernelByBatchSize(PlannedBackend):
-    """Small batches are split over the keys, large ones are not; no equal bits are declared."""
+    """Small batches are split over the keys, but large ones are not; batch invariance is not declared."""
 
     capabilities = _in("decode")
 
@@ -195,7 +193,7 @@ class StridedV1BehindAScatter(PlannedBackend):
 
 @control()
 class SplitsInAnyOrder(PlannedBackend):
-    """Splits are summed as they finish: other bits each time, and determinism is not declared."""
+    """Splits are summed as they finish, so bits vary, and determinism is not declared."""
 
     capabilities = _in("decode", deterministic=False)
 
@@ -281,7 +279,7 @@ class FullMaskBuffer(PlannedBackend):
 
 @control()
 class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
-    """The pair of hooks of servers up to mid-2026; K and V are stored by the batch's slots."""
+    """The two hooks of servers up to mid-2026; K and V are stored by the batch's slots."""
 
     capabilities = _in("decode", "draft-extend")
 

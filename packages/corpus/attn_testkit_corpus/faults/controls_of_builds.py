@@ -1,4 +1,4 @@
-"""Healthy controls of the parents that are built differently, and of state that they keep, share and size."""
+"""Healthy controls for the parents that are built differently, and for state that they keep, share and size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlansKeptByCompleteKey(KeptPlansBackend):
 
 @control()
 class Cascade(CascadeBackend):
-    """A prefix that all requests share is attended once, and merged by log-sum-exp (vLLM)."""
+    """A prefix that all requests share is attended to once, and merged by log-sum-exp (vLLM)."""
 
     capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
 
@@ -68,7 +68,7 @@ class FixedQueryStride(FixedStrideBackend):
 
 @control()
 class WorkList(WorkListBackend):
-    """Work items of the whole batch are numbered through, and a kernel stops at their total."""
+    """Work items of the whole batch are numbered consecutively, and a kernel stops at their total."""
 
     capabilities = _LEAN.with_changes(graph={"decode"}, eager={"draft-extend-v2"})
 
@@ -172,7 +172,7 @@ class PartialResultsInTheModelsDtype(PlannedBackend):
 
 @control()
 class ModeInvariant(ModeInvariantBackend):
-    """Decode, verify and extend give the same bits, for servers that train on what they generate."""
+    """Decode, verify and extend give the same bits, for servers that train on their own output."""
 
     capabilities = ModeInvariantBackend.capabilities.with_changes(
         graph=(), eager={"decode", "extend", "target-verify"}, logit_cap=False, sinks=False

@@ -26,7 +26,7 @@ from .parent import Metadata, PlannedBackend
 
 @control()
 class NewRowsAsGiven(RegisterRowsBackend):
-    """New rows are attended in the model's dtype and stored in FP8, as declared (sglang's and vLLM's prefill)."""
+    """New rows are attended to in the model's dtype and stored in FP8, as declared (sglang's and vLLM's prefill)."""
 
     capabilities = FP8.with_changes(new_rows_as_given=FP8.eager, server={"takes_none_kv": True})
 
@@ -66,7 +66,7 @@ class MetadataBuiltTwice(PlannedBackend):
 
 @control()
 class KernelByCaptureSizes(PlannedBackend):
-    """Batches from the largest graph's size on are not split, and the other switch of kernels is declared."""
+    """Batches of the largest graph's size and more are not split, and the second change of kernels is declared."""
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(kernel_changes_at={5})
 
@@ -128,12 +128,12 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
 
 @control("lent-output")
 class WritesWhereItIsAsked(LentOutput):
-    """The output is written to the caller's memory if it is given (vLLM)."""
+    """The output is written to the caller's memory if ``out`` is given (vLLM)."""
 
 
 @control()
 class MoreRowsThanPlanned(SlotsOfTheForward):
-    """Rows after those of the plan are stored in page 0, and their output is any result."""
+    """Rows after those of the plan are stored in page 0, and their output is arbitrary."""
 
 
 @control()
@@ -145,7 +145,7 @@ class Float32InTf32(Float32ProductsInTf32):
 
 @control()
 class PaddingIsNotStored(DenseBackend):
-    """Rows of padding have slot -1, and go to page 0 (vLLM's kernels leave them out)."""
+    """Rows of padding have slot -1 and are stored in page 0 (vLLM's kernels skip them)."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
@@ -166,4 +166,4 @@ class PaddingIsNotStored(DenseBackend):
 
 @control("context-of-prefixes")
 class DraftsBehindTheContext(ContextOfPrefixes):
-    """Drafts of a request at the end of its context lie behind max_context_len (SGLang)."""
+    """Drafts of a request at the end of its context come after max_context_len (SGLang)."""

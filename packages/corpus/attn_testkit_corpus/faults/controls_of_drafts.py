@@ -51,14 +51,14 @@ class DraftLengthsFromPositions(MultiStepBackend):
 
 @control()
 class DraftBesideItsTarget(SpeculativeBackend):
-    """Drafts, verify and draft-extend on one instance, each planned by its own child: it passes the loop."""
+    """Drafts, verify and draft-extend on one instance, each planned by a separate child: it passes the loop."""
 
     capabilities = SpeculativeBackend.capabilities.with_changes(families={"gqa"}, windows=())
 
 
 @control()
 class DraftBehindAPrefill(CountsOnAPrefix):
-    """A draft without a prefix comes out wrong, and is not declared (sglang's multi-step backends)."""
+    """A draft without a prefix gives wrong results, and is not declared (sglang's multi-step backends)."""
 
     capabilities = CountsOnAPrefix.capabilities.with_changes(server={"drafts_without_prefix": False})
 

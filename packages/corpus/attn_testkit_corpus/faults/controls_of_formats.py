@@ -1,4 +1,4 @@
-"""Healthy controls of row formats: numbers and scales in a pool."""
+"""Healthy controls for row formats: numbers and scales in a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Healthy controls of capabilities about graphs, and of work before them."""
+"""Healthy controls for capabilities about graphs, and for work before them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths, Tabl
 from .parent import PlannedBackend
 
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
-"""Capabilities with few values, because other values do not matter here."""
+"""Capabilities with few values; other values do not matter for these controls."""
 
 
 @control("graphs-alone")
@@ -94,7 +94,7 @@ class LengthsReadBehindTheirCopy(ReadsLengthsBack):
 
 @control()
 class LengthsOfAnEarlierStep(PlannedBackend):
-    """The longest request of an earlier step, as statistics: read once an event says that its copy is done."""
+    """The longest request of an earlier step, as statistics: it is read once an event reports that its copy is done."""
 
     capabilities = _FEW.with_changes(eager={"decode", "extend"}, graph={"decode", "target-verify"})
 

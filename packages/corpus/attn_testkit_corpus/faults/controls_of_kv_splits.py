@@ -50,7 +50,8 @@ class LseInTheModelsDtype(SplitKVBackend):
 
 @control()
 class LseOfRoundedProbabilities(SplitKVBackend):
-    """The sum is that of probabilities rounded for the second product (FlashInfer's fa2, on tensor cores)."""
+    """The log-sum-exp sums probabilities that are rounded for the second product (FlashInfer's fa2, on tensor
+    cores)."""
 
     capabilities = _FEW.with_changes(lse=_LSE)
 

@@ -47,7 +47,7 @@ class HeadsOfEachLayerInEveryFamily(DenseBackend):
 
 @control()
 class KeysWiderThanValues(WiderKeysBackend):
-    """Keys of 128 next to values of 64, in buffers of their own (MiMo-V2; DeepSeek's models as MHA)."""
+    """Keys of 128 next to values of 64, in separate buffers (MiMo-V2; DeepSeek's models as MHA)."""
 
     capabilities = WIDER_KEYS.with_changes(
         eager=PlannedBackend.capabilities.eager, graph=PlannedBackend.capabilities.graph, max_topk=4,
@@ -62,7 +62,7 @@ class Alibi(AlibiBackend):
 
 @control()
 class AlibiFromTheEndOfARequest(AlibiBackend):
-    """The bias is that of the distance to the end of the request, which differs by a constant of the row (vLLM)."""
+    """The bias uses the distance to the end of the request, which differs by a constant per row (vLLM)."""
 
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens[:, None, None]).expand(-1, self.position.shape[1], -1)
@@ -75,7 +75,7 @@ class QQBias(QQBiasBackend):
 
 @control()
 class QQBiasIsTheMask(QQBiasBackend):
-    """Rows of a request see each other as far as -inf of the bias lets them (vLLM's tree attention): no other mask."""
+    """Rows of a request are masked only by -inf in the bias (vLLM's tree attention)."""
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
@@ -87,7 +87,7 @@ class QQBiasIsTheMask(QQBiasBackend):
 
 @control()
 class QQBiasOfAllRequests(QQBiasBackend):
-    """One matrix for all requests, that of the longest one's rows (vLLM's ``unified_attention``)."""
+    """One bias matrix for all requests, as large as the longest one needs (vLLM's ``unified_attention``)."""
 
     capabilities = QQBiasBackend.capabilities.with_changes(shared_qq_bias=True)
 
@@ -103,4 +103,4 @@ class EncoderKeysFirst(EncoderDecoderBackend):
 
 @control("encoder-in-its-own-group")
 class EncoderKeysInTheirOwnGroup(EncoderInItsOwnGroup):
-    """Cross-attention layers are a KV group, with a pool and a request table of their own (vLLM)."""
+    """Cross-attention layers are a KV group, with their own pool and request table (vLLM)."""

@@ -15,12 +15,13 @@ from .strided import LEAN, StridedBackend, Views
 
 @control()
 class StridesOfEveryLayout(StridedBackend):
-    """Kernel and cache writer take any strides of pages, slots and heads."""
+    """Kernel and cache writer support any strides of pages, slots and heads."""
 
 
 @control()
 class PoolCopiedInsideTheGraph(StridedBackend):
-    """A pool of heads first is made contiguous for a kernel of the other layout, at every step: slow, and right."""
+    """A pool of heads first is made contiguous for a kernel of the other layout, at every step, which is slow but
+    right."""
 
     capabilities = LEAN.with_changes(kv_layouts={"hnd", "side-by-side-hnd"})
 

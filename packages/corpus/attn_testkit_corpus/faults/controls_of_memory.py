@@ -1,4 +1,4 @@
-"""Healthy controls whose device memory grows, up to a limit, or that read it by addresses."""
+"""Healthy controls whose device memory grows up to a limit, or that read memory by addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"
 
 @control()
 class ScratchOfTheLargestStep(PlannedBackend):
-    """Scratch is allocated again when a step needs more of it than any step before, as workspaces of servers do."""
+    """Scratch is reallocated when a step needs more than any step before, like workspaces of servers."""
 
     capabilities = _FEW
 
@@ -54,4 +54,4 @@ class WorkspacesByShape(PlannedBackend):
 
 @control("rows-by-addresses-of-64-bits")
 class RowsByAddressesOf64Bits(ReadsByAddress):
-    """The address of each row of K and of V is computed by itself, as kernels with tables of pointers do."""
+    """The address of each row of K and of V is computed separately, as in kernels with tables of pointers."""

@@ -67,7 +67,8 @@ class PrefixGatheredInChunks(PlannedBackend):
 
 @control()
 class DecodesSortedToTheFront(PlannedBackend):
-    """Rows that decode are planned before the prompts, and every result goes back to where its row came from (vLLM)."""
+    """Rows that decode are planned before the prompts, and every result is moved back to the place of its row
+    (vLLM)."""
 
     capabilities = LEAN
     order: torch.Tensor
@@ -97,7 +98,7 @@ class DecodesSortedToTheFront(PlannedBackend):
 
 @control()
 class RequestsWithoutRowsLeftOut(PlannedBackend):
-    """The plan of an extend leaves out requests without rows, with all that belongs to them (vLLM's Ascend plugin)."""
+    """The plan of an extend leaves out requests without rows, with all their metadata (vLLM's Ascend plugin)."""
 
     capabilities = LEAN.with_changes(
         graph=(), server={"takes_requests_without_rows": True, "eager_without_waits": False}

@@ -149,8 +149,7 @@ class TunedAtFirstCall(DenseBackend):
 
 @control()
 class RowsOfTickets(TunedAtFirstCall):
-    """Programs take rows from a counter, in whatever order they come, and each works on the row that it took
-    (persistent kernels)."""
+    """Programs draw row numbers from a counter, in any order, and each processes its row (persistent kernels)."""
 
     def forward(
         self,

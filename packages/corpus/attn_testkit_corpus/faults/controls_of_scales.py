@@ -15,7 +15,7 @@ from .parent import Metadata
 
 @control()
 class UsualScalingAlone(UsualScaling):
-    """The kernel has 1/sqrt(head_dim) built in, and declares no other scale."""
+    """The kernel has 1/sqrt(head_dim) built in, and no other scale is declared."""
 
 
 @control()

@@ -45,7 +45,7 @@ class SparseSortedFirst(SparseParent):
 
 @control()
 class SparseOneWidth(SparseParent):
-    """A kernel that knows one width of the selection only, and it is wide."""
+    """A kernel that supports only one width of the selection, a wide one."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={64}, holes=True))
 
@@ -82,7 +82,7 @@ class IndexerPowerOfTwoScales(IndexerParent):
 
 @control("indexer-of-prefixes")
 class IndexerBehindTheContext(IndexerOfPrefixes):
-    """Drafts of a request at the end of its context lie behind ``max_context_len``, and are scored there (sglang)."""
+    """Drafts of a request at the end of its context come after ``max_context_len``, and are scored there (sglang)."""
 
 
 @control()

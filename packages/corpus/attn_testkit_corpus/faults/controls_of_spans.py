@@ -23,8 +23,8 @@ class SpansCopiedByThePlan(CopiedSpans):
 
 @control()
 class SpansAsAMask(SpanBackend):
-    """A mask of [rows, keys] per request, flat, made on the host for each eager step (``custom_mask`` of SGLang's
-    Gemma 3). Spans lie in the rows of the step, and the mask is cut by windows as it is.
+    """A mask of [rows, keys] per request, flat, made on the host for each eager step (``custom_mask`` of SGLang's Gemma
+    3). Spans are within the rows of the step, and windows cut the mask.
     """
 
     capabilities = CAUSAL.with_changes(spans=Spans({ForwardMode.EXTEND}))

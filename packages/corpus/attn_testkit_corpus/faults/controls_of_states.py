@@ -22,7 +22,7 @@ class StatesAsTheyAre(StateParent):
 
 @control()
 class StatesOfNarrowHeads(StateParent):
-    """Heads of 16 by 16: so many requests and heads fit into memory as one axis of a grid does not hold."""
+    """Heads of 16 by 16: memory then has room for more requests and heads than one axis of a grid."""
 
     capabilities = StateParent.capabilities.with_changes(
         families={"gdn"}, head_dims={16},
@@ -47,12 +47,12 @@ class StatesOfAPrefixCache(SourcesParent):
 
 @control()
 class StatesInTrees(TreesParent):
-    """Drafts that branch, as SGLang's kernels of GDN and KDA take them: a node continues its parent."""
+    """Drafts that branch, as in SGLang's kernels of GDN and KDA: a node continues its parent."""
 
 
 @control()
 class StatesByConvention(StateParent):
-    """Padding with index 0 that is skipped (vLLM) or written (SGLang in eager mode), slots that lie apart, [K, V]."""
+    """Padding with index 0 that is skipped (vLLM) or written (SGLang in eager mode), strided slots, [K, V]."""
 
     capabilities = StateParent.capabilities.with_changes(
         state=State(
@@ -76,7 +76,7 @@ class StatesByConvention(StateParent):
 
 @control()
 class StatesClearedByTheServer(StateParent):
-    """No look at has_initial_state: SGLang clears the slot of a fresh request when it is handed out."""
+    """has_initial_state is not read: SGLang clears the slot of a fresh request when it is assigned."""
 
     capabilities = StateParent.capabilities.with_changes(state=State(k_dims={64}, fresh={"zeroed"}))
 
@@ -110,7 +110,7 @@ class HybridAsItIs(HybridParent):
 
 @control()
 class HybridBySlots(HybridBySlotsParent):
-    """A hybrid model with vLLM's rollback: prompts and decodes have the first of a request's slots."""
+    """A hybrid model with vLLM's rollback: prompts and decodes use the first of a request's slots."""
 
 
 @control()

@@ -1,4 +1,4 @@
-"""Class D: contexts that are full to the last token."""
+"""Class D: contexts that are full up to the last token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DRAFTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAF
     modelled="the column that is missing reads as page 0",
 )
 class PageColumnsRoundedDown(PlannedBackend):
-    """The page table has max_context_len // page columns, and a context that is full to its last, partly used page has
-    one more.
+    """The page table has max_context_len // page columns, but a full context with a partly used last page needs one
+    more.
     """
 
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
@@ -30,7 +30,7 @@ class PageColumnsRoundedDown(PlannedBackend):
 
 @fault("general", "matches-oracle", "missing")
 class LastTokenOfContextLeftOut(PlannedBackend):
-    """Positions are compared with < max_context_len - 1: the token that fills the context is never attended."""
+    """Positions are compared with < max_context_len - 1: the token that fills the context is never attended to."""
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         key = self.index[: self.pages * self.context.page_size]
@@ -52,7 +52,7 @@ class ContextOfPrefixes(PlannedBackend):
     modes=_DRAFTS,
 )
 class PageTableWithoutTheDrafts(ContextOfPrefixes):
-    """The page table has the pages of max_context_len tokens, and a request with as many gets no page for drafts."""
+    """The page table covers max_context_len tokens, so a request with that many gets no page for drafts."""
 
     def most_keys(self, context: BackendContext) -> int:
         return context.max_context_len
@@ -73,7 +73,7 @@ class LengthsClampedToTheContext(ContextOfPrefixes):
 
 @fault("sglang #29450", "completes captures-cleanly", modes="target-verify", executions="graph")
 class TreeMasksWithoutTheDrafts(ContextOfPrefixes):
-    """The buffer of tree masks has max_context_len columns, and a row of a mask has one more for each draft."""
+    """The buffer of tree masks has max_context_len columns, but a row of a mask needs one more for each draft token."""
 
     cells = 0
 

@@ -1,4 +1,4 @@
-"""Class D: number and places of a request's keys: extents, page tables, slots, rows of queries."""
+"""Class D: the number and places of a request's keys: lengths, page tables, slots, query rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHAINED = (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTE
 
 @fault("sglang #26512, reverted by #26628", "matches-oracle", "KV tokens? (is|are) missing", modes="draft-extend-v2")
 class DraftExtendV2PrefixOnly(DenseBackend):
-    """seq_lens is taken for prefix + new, although it is only the prefix: the step's own keys are skipped."""
+    """seq_lens is read as prefix + new, although it is only the prefix, so the step's own keys are skipped."""
 
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return (super().kv_lengths(batch, counts) - counts).clamp(min=1)
@@ -56,7 +56,7 @@ class NewSlotsAssumedConsecutive(DenseBackend):
     modes=_EXTENDS,
 )
 class SecondRequestKvUsesQOffset(DenseBackend):
-    """The flat list of KV slots is entered at the request's query offset instead of its key offset."""
+    """The flat list of KV slots is read from the request's query offset on, instead of its key offset."""
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots = super().key_slots(batch)
@@ -84,7 +84,8 @@ class PaddedTokenGroupStride(DenseBackend):
 
 @fault("rtp-llm b3af7072d", "matches-oracle", "the last KV token is missing")
 class LastPageLenTwoConventions(DenseBackend):
-    """last_page_len is kept as (len - 1) % page in one array and as that plus one in another; the wrong one is used."""
+    """last_page_len is stored as (len - 1) % page in one array and as that plus one in another; the wrong array is
+    used."""
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
@@ -118,7 +119,7 @@ class VTilePageNotAdvanced(DenseBackend):
 
 @fault("rtp-llm 668448b61", "reads-own-kv matches-oracle", "the table's stride|request 0 is right|a wrong page or slot")
 class TableRowWidthFromMaxLen(DenseBackend):
-    """The stride between rows of the page table is taken as the longest length instead of the table's own width."""
+    """The longest length is used as the stride between rows of the page table, instead of the table's width."""
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
@@ -188,7 +189,7 @@ class FoldedHeadsReadNextTokenKv(DenseBackend):
 
 @fault("general", "reads-own-kv", "of another owner", modes=_CHAINED)
 class LengthRoundedUpToPage(DenseBackend):
-    """Every page counts as full, so slots behind the last key are read."""
+    """Every page counts as full, so slots after the last key are read."""
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         page = self.context.page_size
@@ -242,7 +243,7 @@ class BatchIndexInsteadOfPoolRow(DenseBackend):
 
 @fault("general", "matches-oracle", "the last KV token is missing", modes="decode")
 class DecodeMissesItsOwnKey(DenseBackend):
-    """seq_lens is taken for the prefix, and the token of this step is not among its own keys."""
+    """seq_lens is read as the prefix, so the token of this step does not see its own key."""
 
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().kv_lengths(batch, counts) - 1
@@ -262,7 +263,7 @@ class VerifyForgetsDraftTokens(DenseBackend):
 
 @fault("general", "reads-own-kv matches-oracle", "of another owner", modes=_EXTENDS)
 class NewTokensOpenAPage(DenseBackend):
-    """The step's keys are looked for at the start of a fresh page, not behind the last key of the prefix."""
+    """The step's keys are read from the start of a fresh page, not after the last key of the prefix."""
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size

@@ -1,8 +1,8 @@
 """The other healthy parent: no plan, no splits. Each step is rebuilt from the batch, and softmax sees all keys at once.
 
-``parent.py`` is built like the backends of servers, this one like a reference: everything about a step is made at the
-start of the graph, from the batch's tensors; only a mask buffer persists. So bugs of extents, masks, windows, scales
-and heads can be shown by themselves, in every family and at every declared size.
+``parent.py`` is built like the backends of servers, this parent like a reference: everything about a step is computed
+at the start of the graph, from the batch's tensors; only a mask buffer persists. So bugs of extents, masks, windows,
+scales and heads can be shown by themselves, in every family and at every declared size.
 
 Every quantity is one small method, so that a bug is one override.
 
@@ -219,9 +219,8 @@ class DenseBackend(AttentionBackend):
         return self.position - layer.sliding_window_size
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, Hk, G, W, C] float32: softmax over what is seen, ``seen`` [B, W, C] bool.
-
-        A row that sees nothing is padding, and gets zeros, not NaN.
+        """[B, Hk, G, W, C] float32: softmax over the keys ``seen`` [B, W, C] bool. A row that sees no key is padding,
+        and gets zeros, not NaN.
         """
         hidden = ~seen[:, None, None]
         logits = logits.masked_fill(hidden, -torch.inf)

@@ -1,4 +1,4 @@
-"""Class E: cross-attention layers, whose rows see the keys of an encoder, with lengths and slots of their own."""
+"""Class E: cross-attention layers, whose rows see the keys of an encoder, with separate lengths and slots."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _OfCapture(EncoderKeys):
     executions="graph",
 )
 class EncoderLensOfTheCapture(EncoderDecoderBackend):
-    """A replay has the encoder lengths that its graph was captured with."""
+    """A replay uses the encoder lengths of its capture."""
 
     encoder_child = _OfCapture
 
@@ -68,7 +68,7 @@ class _Causal(EncoderKeys):
     modes="extend",
 )
 class CausalCrossAttention(EncoderDecoderBackend):
-    """Cross-attention layers have the causal mask of the others, aligned to the last encoder key."""
+    """Cross-attention layers use the causal mask of the others, aligned to the last encoder key."""
 
     encoder_child = _Causal
 
@@ -105,13 +105,13 @@ class _FromColumn0(KeysBehindEncoder):
     slug="self-attention-from-column-0",
 )
 class SelfAttentionFromColumn0(EncoderDecoderBackend):
-    """Layers of the decoder's own keys read the columns of the request table that the encoder's keys have."""
+    """Layers with the decoder's own keys read the columns of the encoder's keys in the request table."""
 
     child = _FromColumn0
 
 
 class _LongestEncoder(KeysBehindEncoder):
-    """Child that begins behind the longest encoder."""
+    """Child whose keys begin after the longest encoder."""
 
     @override
     def first_columns(self, batch: ForwardBatch) -> torch.Tensor:
@@ -126,7 +126,7 @@ class _LongestEncoder(KeysBehindEncoder):
     modes="decode extend",
 )
 class SelfAttentionBehindTheLongestEncoder(EncoderDecoderBackend):
-    """The decoder's keys are looked for behind the longest encoder of the batch, in every request."""
+    """The decoder's keys are read after the longest encoder of the batch, in every request."""
 
     child = _LongestEncoder
 
@@ -165,14 +165,15 @@ class _AllRequests(EncoderKeys):
     modes="extend",
 )
 class EncoderSlotsOfRequestsThatRun(EncoderInItsOwnGroup):
-    """Slots of encoder keys follow from all requests of the batch, those among them whose keys are stored already."""
+    """Slots of encoder keys are computed from all requests of the batch, including those whose keys are stored
+    already."""
 
     encoder_child = _AllRequests
 
 
 @fault("sglang #26531, transferred from windowed layers", "reads-own-kv matches-oracle finite", modes="decode extend")
 class CrossLayersReadTheDecodersTable(EncoderInItsOwnGroup):
-    """Cross-attention layers have a pool of their own, and read it by the request table of the decoder."""
+    """Cross-attention layers have a separate pool, but read it through the request table of the decoder."""
 
     def context_of(self, group: KVGroup) -> BackendContext:
         return replace(super().context_of(group), req_to_token=self.context.req_to_token)

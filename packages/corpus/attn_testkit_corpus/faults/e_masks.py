@@ -76,7 +76,7 @@ class WindowByFlatQueryIndex(DenseBackend):
     "two words",
 )
 class PackedMaskOneWord(DenseBackend):
-    """A row of the packed mask is taken for one 32-bit word, and nodes from 32 on for invisible."""
+    """A row of the packed mask is read as one 32-bit word, so nodes from 32 on are invisible."""
 
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return super().tree(spec, prefix, offset, node) & (node < 32)[:, None]
@@ -138,7 +138,7 @@ class FullMaskOffsetOfEqualPrefixes(DenseBackend):
 
 @fault("general", "matches-oracle", "mask", modes="target-verify", executions="eager")
 class FullMaskRowWithoutDraftColumns(DenseBackend):
-    """Rows of a FULL_MASK are taken to be as wide as the prefix, without the draft columns behind it."""
+    """Rows of a FULL_MASK are assumed to be as wide as the prefix, without the draft columns after it."""
 
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
@@ -196,7 +196,7 @@ class LastPrefixKeyMasked(DenseBackend):
 
 @fault("general", "matches-oracle", "later tokens are visible", modes="draft-extend draft-extend-v2")
 class CausalOffByOne(DenseBackend):
-    """The causal bound is <= position + 1: every row but the last sees the next token."""
+    """The causal bound is <= position + 1, so every row but the last sees the next token."""
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, _ = super().visibility(batch, counts, offset)
@@ -241,7 +241,7 @@ class MaskTakesBytesForBits(DenseBackend):
 
 @fault("flash-attention #436", "matches-oracle", "later tokens are visible", modes="draft-extend draft-extend-v2")
 class CausalMaskInLastBlockAlone(DenseBackend):
-    """Only the last block of 64 keys is masked causally, and the new rows may lie in two blocks."""
+    """Only the last block of 64 keys is masked causally, but the new rows may be in two blocks."""
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
@@ -256,7 +256,7 @@ class CausalMaskInLastBlockAlone(DenseBackend):
     modes="draft-extend draft-extend-v2",
 )
 class CausalBoundOfRowTile(DenseBackend):
-    """Rows times heads of a group go in tiles of 64, and a later tile counts its rows from its own first one."""
+    """Rows times heads of a group are processed in tiles of 64, and a later tile counts rows from its own first row."""
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)

@@ -15,7 +15,7 @@ CAUSAL = DenseBackend.capabilities.with_changes(
     eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
     gqa_ratios={2, 4}, logit_cap=False, sinks=False, max_context_len=1 << 14,
 )  # fmt: skip
-"""Capabilities with few values in fields that do not matter here."""
+"""Capabilities with few values in fields that do not matter for this file."""
 NON_CAUSAL = CAUSAL.with_changes(non_causal=_MODES)
 
 
@@ -41,7 +41,7 @@ class BlockBackend(DenseBackend):
     modes="target-verify extend",
 )
 class CausalMaskInLayersThatAreNot(DenseBackend):
-    """Non-causal layers are declared, and the kernel never reads the layer's flag."""
+    """Non-causal layers are declared, but the kernel never reads the layer's flag."""
 
     capabilities = NON_CAUSAL
 
@@ -54,7 +54,7 @@ class CausalMaskInLayersThatAreNot(DenseBackend):
     slug="draft-block-causal-in-verify-alone",
 )
 class DraftBlockCausalInVerify(BlockBackend):
-    """Extend reads the layer's flag, and verify, which builds its own mask, does not."""
+    """Extend reads the layer's flag, but verify, which builds its own mask, does not."""
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         if batch.forward_mode.is_target_verify():
@@ -63,13 +63,13 @@ class DraftBlockCausalInVerify(BlockBackend):
 
 
 @fault(
-    "general; encoder kernels that attend k and v as given",
+    "general; encoder kernels that attend to k and v as passed",
     "matches-oracle",
     "the whole prefix is missing|first .* KV tokens are missing",
     modes="target-verify extend",
 )
 class EncoderRowsWithoutAPrefix(BlockBackend):
-    """Rows of a non-causal layer see each other and nothing of the prefix."""
+    """Rows of a non-causal layer see only each other, and no key of the prefix."""
 
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
         return super().of_block(seen) & (self.key >= (self.kv_lens - self.counts)[:, None, None])
@@ -92,7 +92,7 @@ class WithoutCausalityNoEnd(BlockBackend):
 
 @fault("general", "refuses-undeclared", "a layer that is not causal", modes="extend", executions="eager")
 class LayersThatAreNotCausalAreAccepted(BlockBackend):
-    """Non-causal layers are declared only for draft blocks, and the constructor accepts an encoder's."""
+    """Non-causal layers are declared only for draft blocks, but the constructor accepts those of an encoder."""
 
     capabilities = CAUSAL.with_changes(non_causal={ForwardMode.TARGET_VERIFY})
 

@@ -16,7 +16,7 @@ CAUSAL = DenseBackend.capabilities.with_changes(
     eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
     gqa_ratios={4}, max_q_rows=1, max_topk=0, windows=_MODES, max_context_len=1 << 14,
 )  # fmt: skip
-"""Capabilities with few values in fields that do not matter here."""
+"""Capabilities with few values in fields that do not matter for this file."""
 _TILE = 16
 
 
@@ -76,14 +76,14 @@ class SpanBackend(DenseBackend):
     modes="extend",
 )
 class SpansThatNeverReachTheKernel(DenseBackend):
-    """Spans are declared, and the kernel is causal: rows of an image see the image only up to themselves."""
+    """Spans are declared, but the kernel is causal: rows of an image see the image only up to themselves."""
 
     capabilities = SpanBackend.capabilities
 
 
 @fault("vllm #47332", "matches-oracle", "window is not applied in a batch with spans", modes="extend")
 class WindowLostWithAMaskOfSpans(SpanBackend):
-    """The mask of spans takes the place of the window, so rows of such a batch see all keys before them."""
+    """The mask of spans replaces the window, so rows of such a batch see all keys before them."""
 
     def narrowed(self, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         any_span = self.spans.any()
@@ -139,7 +139,7 @@ class EndOfASpanExcluded(SpanBackend):
     modes="extend",
 )
 class EndOfASpanIncludedTwice(SpanBackend):
-    """One is added to the last position of a span, so the row behind it is inside."""
+    """One is added to the last position of a span, so the row after it is inside."""
 
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         found = super().ranges(batch)
@@ -169,7 +169,7 @@ class SpansCountedFromTheStep(SpanBackend):
     modes="extend",
 )
 class AdjacentSpansAreOne(SpanBackend):
-    """Spans are found again as runs of image tokens, so rows of one image see the image that follows at once."""
+    """Spans are reconstructed as runs of image tokens, so rows of one image see an image that follows directly."""
 
     def of_spans(self) -> torch.Tensor:
         # [B, C]: the number of the run that a position belongs to, 0 outside.
@@ -191,7 +191,7 @@ class FirstSpanOnly(SpanBackend):
 
 @fault("sglang #33033, vllm #47217", "matches-oracle", "bidirectional_spans of the layer", modes="extend")
 class SpansInEveryLayer(SpanBackend):
-    """Spans are those of the batch, and layers that are causal (Gemma 4's full attention) have them too."""
+    """Spans apply in all layers, also in causal ones (Gemma 4's full attention)."""
 
     def has_spans(self, layer: AttentionLayer) -> bool:
         return True
@@ -219,7 +219,7 @@ class SpansExemptFromTheWindow(SpanBackend):
     modelled="tiles of 16 rows",
 )
 class TilesEndAtTheirLastRow(SpanBackend):
-    """The loop over keys ends at the last row of its tile, so rows of a longer span miss what follows the tile."""
+    """The loop over keys ends at the last row of its tile, so rows of a longer span miss the keys after the tile."""
 
     def of_spans(self) -> torch.Tensor:
         number = torch.arange(self.position.shape[1], device=self.key.device)
@@ -234,7 +234,7 @@ class TilesEndAtTheirLastRow(SpanBackend):
     modes="decode extend",
 )
 class KeysOfSpansForEveryRow(SpanBackend):
-    """A key of a span is visible to every row, so a decode sees images that its window is past."""
+    """A key of a span is visible to every row, so a decode sees images outside its window."""
 
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = self.narrowed(self.visible, layer)
@@ -283,7 +283,7 @@ class CopiedSpans(SpanBackend):
     executions="graph",
 )
 class SpansOfTheCapture(CopiedSpans):
-    """Only a capture copies spans, and its batch has none, so replays are causal."""
+    """Only a capture copies spans, and its batch has no spans, so replays are causal."""
 
     def copy(self, batch: ForwardBatch, in_capture: bool) -> None:
         if in_capture:
@@ -298,7 +298,7 @@ class SpansOfTheCapture(CopiedSpans):
     executions="graph",
 )
 class SpansOfTheReplayBefore(CopiedSpans):
-    """Only requests with spans are copied, so one without any keeps the spans of the replay before."""
+    """Only requests with spans are copied, so a request without spans keeps those of the replay before."""
 
     def copy(self, batch: ForwardBatch, in_capture: bool) -> None:
         assert batch.mm_prefix_range_tensor is not None
@@ -309,7 +309,8 @@ class SpansOfTheReplayBefore(CopiedSpans):
 
 @fault("general", "refuses-undeclared", "spans in one layer", modes="extend", executions="eager")
 class SpansOfOneLayerAreAccepted(SpanBackend):
-    """Spans are declared for all layers of a model, and the constructor accepts a model in which one layer has them."""
+    """Spans are declared for all layers of a model, but the constructor accepts a model in which only one layer has
+    them."""
 
     capabilities = SpanBackend.capabilities.with_changes(spans={"by_layer": False})
 

@@ -27,7 +27,7 @@ _LAYERS = CrossAttention(frozenset(MODES), frozenset({"first", "own_group"}))
 
 
 class EncoderKeys(PlannedBackend):
-    """Child of the cross-attention layers: all keys of the encoder, which are stored only when they come."""
+    """Child of the cross-attention layers: all keys of the encoder, which are stored only in the first step."""
 
     capabilities = PlannedBackend.capabilities.with_changes(kv_groups=True, cross_attention=_LAYERS)
 
@@ -63,7 +63,7 @@ class EncoderKeys(PlannedBackend):
 
 
 class KeysBehindEncoder(PlannedBackend):
-    """Child of the other layers, whose keys have the columns behind those of the encoder."""
+    """Child of the other layers, whose keys are in the columns after those of the encoder."""
 
     @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:

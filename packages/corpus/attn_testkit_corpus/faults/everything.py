@@ -1,4 +1,4 @@
-"""Imports of every fault and every control, for a process that workers are forked from."""
+"""Imports of every fault and every control, for the process from which workers are forked."""
 
 from . import all_controls, all_faults
 

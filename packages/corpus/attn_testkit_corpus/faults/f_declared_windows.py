@@ -34,7 +34,7 @@ class ZeroIsNone(DenseBackend):
     modes=_ALL,
 )
 class NarrowestWindowIsNone(DenseBackend):
-    """Windows from 4 on are declared, and the kernel drops a window of 4: it tests for more than 4."""
+    """Windows from 4 on are declared, but the kernel drops a window of 4, because it tests for more than 4."""
 
     capabilities = WINDOWED.with_changes(windows={"smallest": 4})
 
@@ -50,7 +50,7 @@ class NarrowestWindowIsNone(DenseBackend):
     executions="eager",
 )
 class NarrowerWindowThanDeclaredIsAccepted(ZeroIsNone):
-    """A window of 0 is not declared, and a model that has it is served without a window."""
+    """A window of 0 is not declared, but a model with it is accepted and served without a window."""
 
     capabilities = WINDOWED.with_changes(windows={"smallest": 1})
 
@@ -108,7 +108,7 @@ class ModelWindowInFullLayers(OneWindow):
 
 @fault("general", "refuses-undeclared", "layers with sliding windows", modes=_ALL, executions="eager")
 class LayersThatDifferInWindowsAreAccepted(OneWindow):
-    """The same window in all layers is declared, and a model in which some have none is served."""
+    """The same window in all layers is declared, but a model in which some layers have none is accepted."""
 
     capabilities = WINDOWED.with_changes(windows={"layers": "same"})
 

@@ -13,7 +13,7 @@ from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _LONG = 1024
-"""Number of keys above which a request takes the other path."""
+"""Number of keys above which a request uses the second path."""
 
 
 @fault("vLLM (FlashInfer's one set of parameters for all layers); sglang (two wrappers)", "matches-oracle", "window")
@@ -32,7 +32,7 @@ class WindowOfFirstWindowedLayer(PlannedBackend):
     modelled="upstream the period is six, here the global layer comes first",
 )
 class WindowsTakenToAlternate(PlannedBackend):
-    """Layers of even number are taken for the windowed ones, as in the model that the code was written for."""
+    """Even-numbered layers are assumed to be windowed, as in the model for which the code was written."""
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         widest = max(other.sliding_window_size for other in self.context.layers)
@@ -43,7 +43,7 @@ class WindowsTakenToAlternate(PlannedBackend):
 
 @fault("vllm-xpu-kernels #168 (review)", "matches-oracle", "missing", modes="draft-extend draft-extend-v2")
 class WindowSplitsForOneRow(PlannedBackend):
-    """Splits of a windowed layer hold W + 1 keys together, the window of one row, but a step has several rows."""
+    """Splits of a windowed layer hold W + 1 keys in total, the window of one row, but a step has several rows."""
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         self.window = layer.sliding_window_size
@@ -63,7 +63,7 @@ class WindowSplitsForOneRow(PlannedBackend):
 
 @fault("sgl-kernel-xpu #491; flash-attention 2.6", "matches-oracle", "KV tokens before the window are visible")
 class LongPathWithoutWindow(PlannedBackend):
-    """Requests of more than 1024 keys take the path of split keys, to which the window is not passed."""
+    """Requests of more than 1024 keys use the path with split keys, to which the window is not passed."""
 
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         assert self.metadata is not None
@@ -75,7 +75,7 @@ class LongPathWithoutWindow(PlannedBackend):
     "matches-oracle",
     "nothing computed them|missing",
     modes="extend",
-    modelled="keys behind the 256th are left out, where the kernel waited for them for ever",
+    modelled="keys after the 256th are left out, where the kernel waited for them forever",
 )
 class SwaFp8ConsumerStopsEarly(PlannedBackend):
     """The FP8 kernel of windowed layers leaves its loop without the stages that were loaded ahead: two of 128 keys."""
@@ -89,7 +89,7 @@ class SwaFp8ConsumerStopsEarly(PlannedBackend):
 
 @fault("vLLM #11635, #55227", "matches-oracle", "KV tokens before the window are visible")
 class SharedPrefixWithoutWindow(CascadeBackend):
-    """The prefix that all requests share is attended once for all of them, and the window is not passed on."""
+    """The prefix that all requests share is attended to once for all of them, and the window is not passed on."""
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         return super().visible(meta, layer, position) | (

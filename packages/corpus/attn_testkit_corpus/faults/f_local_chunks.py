@@ -37,7 +37,7 @@ class ChunkedBackend(PlannedBackend):
     modes="decode extend",
 )
 class ChunkTakenForAWindow(ChunkedBackend):
-    """A row sees as many keys back as a chunk has, those of the chunk before among them."""
+    """A row sees as many earlier keys as a chunk has, including keys of the previous chunk."""
 
     def in_chunk(self, key: torch.Tensor, position: torch.Tensor, size: int) -> torch.Tensor:
         return key > position - size
@@ -49,7 +49,7 @@ class ChunkTakenForAWindow(ChunkedBackend):
     modes="extend",
 )
 class ChunkOfTheLastRowForAll(ChunkedBackend):
-    """All rows of a request see the chunk that its last one is in, and rows of the chunk before see no key."""
+    """All rows of a request see the chunk of its last row, so rows of the chunk before see no key."""
 
     def in_chunk(self, key: torch.Tensor, position: torch.Tensor, size: int) -> torch.Tensor:
         assert self.metadata is not None

@@ -1,4 +1,4 @@
-"""Class F: sliding windows: the end that is cut, the position it is counted from, and the layer."""
+"""Class F: sliding windows with a wrong end, a wrong origin, or those of a wrong layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXTENDS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRA
 @fault(
     "sglang #32087, MUTATION_FIXES.md M5",
     "matches-oracle",
-    "the first KV token is missing|a window that lies outside the request",
+    "the first KV token is missing|a window outside the request",
     modes="decode",
     slug="swa-decode-window-vs-window-plus-one",
 )
@@ -86,7 +86,8 @@ class WindowTokenTableWithPages(DenseBackend):
 
 @fault("aiter #2170", "completes", "module", modes="decode", slug="window-normalised-on-one-side-only")
 class WindowNormalisedOnOneSide(DenseBackend):
-    """A window beyond the longest context counts as none when the kernel is chosen, and as one when the module is."""
+    """A window beyond the longest context counts as no window when the kernel is chosen, but as a window when the
+    module is."""
 
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         module = "windowed" if layer.sliding_window_size >= 0 else "plain"
@@ -178,7 +179,7 @@ class WindowIgnoredByTheLastOfEightRows(DenseBackend):
     "general", "matches-oracle", "only layer 1|the window of another layer", slug="swa-of-first-windowed-layer-cached"
 )
 class WindowWrittenBack(DenseBackend):
-    """The visibility of the windowed layer is written back, and the layers after it keep it."""
+    """The visibility mask of the windowed layer is written back, so the layers after it use this mask, too."""
 
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         self.visible = super().in_window(layer)
@@ -187,7 +188,7 @@ class WindowWrittenBack(DenseBackend):
 
 @fault("general", "reads-own-kv matches-oracle", "layer 0", modes="decode", slug="swa-page-table-starts-at-window-page")
 class WindowTableStartsLate(DenseBackend):
-    """Pages before the window are left out of the table, and keys are still counted from the first page."""
+    """Pages before the window are left out of the table, but keys are still counted from the first page."""
 
     def keys(self, layer: AttentionLayer) -> torch.Tensor:
         own, page = self.slots, self.context.page_size

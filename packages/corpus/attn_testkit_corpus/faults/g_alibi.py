@@ -1,4 +1,4 @@
-"""Class G: ALiBi, whose slopes belong to query heads and whose distance to rows."""
+"""Class G: ALiBi: wrong slopes of query heads, or wrong distances of rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AlibiBackend(DenseBackend):
 
 @fault("general; slopes indexed by the head inside its group", "matches-oracle", "order turned", modes=_MODES)
 class SlopesOfAnotherGroup(AlibiBackend):
-    """Slopes are laid out as [G, Hk], so most query heads have the slope of another one."""
+    """Slopes are laid out as [G, Hk], so most query heads use the slope of another head."""
 
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         found = layer.alibi_slopes
@@ -71,7 +71,8 @@ class SlopesOfTheFirstRank(AlibiBackend):
     modelled="distances of more than 64 are clamped, where the longest request sets the bound",
 )
 class BiasByTheLongestRequest(AlibiBackend):
-    """Distances are counted from the end of the longest request and clamped, so keys of short ones have equal bias."""
+    """Distances are counted from the end of the longest request and clamped, so keys of short requests have equal
+    bias."""
 
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens.max()).clamp(min=-64).expand(-1, self.position.shape[1], -1)
@@ -91,7 +92,7 @@ class BiasBeforeTheScale(AlibiBackend):
 
 @fault("general; slopes kept by the plan of the first layer", "matches-oracle", "slopes of layer 0", modes=_MODES)
 class BiasOfTheFirstLayer(AlibiBackend):
-    """Slopes are read from the first layer once, and used in all."""
+    """Slopes are read from the first layer once, and used in all layers."""
 
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         return super().slopes(self.context.layers[0])

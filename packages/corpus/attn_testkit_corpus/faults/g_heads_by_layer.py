@@ -18,7 +18,7 @@ _FIRST = "the first layer"
 
 @fault("general", "matches-oracle", _FIRST, modes=_MODES)
 class GroupOfTheFirstLayer(ByLayerBackend):
-    """The number of query heads per KV head is kept from the first layer, and a head finds its KV head by it."""
+    """The number of query heads per KV head is kept from the first layer, and used in all layers to find KV heads."""
 
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own = next(each for each in self.context.layers if each.layer_id == layer.layer_id)
@@ -34,7 +34,7 @@ class GroupOfTheFirstLayer(ByLayerBackend):
 
 @fault("general", "matches-oracle", _FIRST, modes=_MODES)
 class ScaleByHeadDimOfTheFirstLayer(ByLayerBackend):
-    """The kernel divides by the square root of the head dim, and has that of the first layer."""
+    """The kernel divides by the square root of the head dim of the first layer."""
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         off = (layer.head_dim / self.context.layers[0].head_dim) ** 0.5
@@ -49,7 +49,7 @@ class ScaleByHeadDimOfTheFirstLayer(ByLayerBackend):
     modelled="upstream the plan counts a model's heads; here those of its first layer",
 )
 class PlannedForHeadsOfTheFirstLayer(ByLayerBackend):
-    """A plan has work for the query heads of the first layer. A run takes more heads, and leaves their rows out."""
+    """A plan has work for the query heads of the first layer. A layer with more heads loses the rows of the others."""
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         whole = super().attend(q, layer, meta)
@@ -66,7 +66,7 @@ class PlannedForHeadsOfTheFirstLayer(ByLayerBackend):
     modelled="upstream the number of heads is the target model's, and the draft's layers have others",
 )
 class SplitsForHeadsOfTheFirstLayer(ByLayerBackend):
-    """Keys are split for the heads of the first layer, and a layer of more heads starts fewer splits."""
+    """Keys are split for the heads of the first layer, so a layer with more heads starts fewer splits."""
 
     def in_split(self, meta: Metadata) -> torch.Tensor:
         first = self.context.layers[0].tp_q_head_num

@@ -1,4 +1,4 @@
-"""Class G: wrong numbers that once were called something else: accumulators, sinks of another head, lost prefixes."""
+"""Class G: wrong results that an earlier hint misnamed: accumulators, sinks of another head, lost prefixes."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class WindowOfZero(DenseBackend):
 
 
 @fault(
-    "general (rows of the request table by place in the batch, and NaN taken for an empty row)",
+    "general (rows of the request table by place in the batch, and NaN treated as an empty row)",
     "matches-oracle reads-own-kv finite",
     "the request row",
     modes="decode extend draft-extend draft-extend-v2",
 )
 class TableRowAfterItsOwnAndNanAsZero(DenseBackend):
-    """The row after its own is read from the request table, and a result that is NaN is returned as zeros."""
+    """A request reads the next row of the request table, and a NaN result is returned as zeros."""
 
     capabilities = DenseBackend.capabilities.with_changes(families={"gqa"}, gqa_ratios={4})
 
@@ -78,14 +78,14 @@ class TableRowAfterItsOwnAndNanAsZero(DenseBackend):
 
 
 @fault(
-    "general (a row of the request table that a capture shifts, and NaN taken for an empty row)",
+    "general (a row of the request table that a capture shifts, and NaN treated as an empty row)",
     "replay-follows-batch matches-oracle reads-own-kv finite",
     "the request row",
     modes="decode",
     executions="graph",
 )
 class CapturedTableRowAfterItsOwn(TableRowAfterItsOwnAndNanAsZero):
-    """A graph reads the row after its own from the request table, and a result that is NaN is returned as zeros."""
+    """A request in a graph reads the next row of the request table, and a NaN result is returned as zeros."""
 
     capabilities = DenseBackend.capabilities.with_changes(families={"gqa"}, gqa_ratios={4})
 

@@ -18,7 +18,7 @@ _E4M3 = torch.float8_e4m3fn
 
 @fault("general; torch casts of sglang's set_kv_buffer", "writes-own-kv finite", "NaN|nan|saturat")
 class Fp8StoreDoesNotSaturate(PlannedBackend):
-    """Rows are cast to e4m3 without a limit, which makes NaN of everything beyond 448."""
+    """Rows are cast to e4m3 without a limit, so everything beyond 448 becomes NaN."""
 
     capabilities = FP8
 
@@ -84,7 +84,7 @@ class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
 
 @fault("flashinfer #5020", "matches-oracle", "rounded to FP8 without a factor")
 class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
-    """Probabilities of at most 1 are rounded to FP8, in which small ones vanish; their sum is taken before."""
+    """Probabilities of at most 1 are rounded to FP8, in which small ones vanish; their sum is computed before that."""
 
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return p.to(_E4M3).float() / total
@@ -103,7 +103,7 @@ class SumsOf16Bits(TiledBackend):
 
 @fault("llama.cpp #17746, llama.cpp #18614", "finite matches-oracle", "overflow", slug="products-of-16-bits-overflow")
 class ProductsOf16BitsOverflow(TiledBackend):
-    """P V of a tile of keys is rounded to fp16 before it is added in float32: large values make it infinite."""
+    """P V of a tile of keys is rounded to fp16 before it is added in float32, so large values overflow."""
 
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
     keys_in_tile = 16

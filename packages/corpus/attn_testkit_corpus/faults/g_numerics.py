@@ -93,7 +93,7 @@ class PInFp8(DenseBackend):
 
 @fault("general", "finite matches-oracle", "nan")
 class NoMaximumSubtracted(DenseBackend):
-    """The exponential has the bare logit: right for small logits, 0 / 0 or inf for large ones."""
+    """The exponential is taken of the bare logit: right for small logits, but 0 / 0 or inf for large ones."""
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         e = logits.masked_fill(~seen[:, None, None], -torch.inf).exp()

@@ -1,4 +1,4 @@
-"""Class G: kernels that take heads in pairs."""
+"""Class G: kernels that process heads in pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HeadsInPairs(PlannedBackend):
 
 @fault("general", "matches-oracle")
 class KvHeadsInPairs(PlannedBackend):
-    """A program takes two of several KV heads, with their query heads, and the number of programs is rounded down."""
+    """A program processes two KV heads with their query heads, and the number of programs is rounded down."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
         families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False

@@ -12,7 +12,7 @@ from .parent import PlannedBackend
 
 @fault("sglang #35045, #40903", "matches-oracle", "weights", slug="lse-base-mismatch-chunked-prefix")
 class LseBaseMismatch(PlannedBackend):
-    """Partial results carry a log-sum-exp in base 2, and the merge takes it for a natural one."""
+    """Partial results have a log-sum-exp in base 2, but the merge treats it as a natural one."""
 
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc, lse * 1.4426950408889634, layer)
@@ -32,7 +32,7 @@ class LseWithoutMaximum(PlannedBackend):
 
 @fault("rocm-libraries #12229", "matches-oracle", "a sink that counts")
 class SinkCountedPerSplit(PlannedBackend):
-    """Every split that has keys adds the sink to its own denominator, and the combine does not."""
+    """Every split with keys adds the sink to its denominator, so the sink counts once per split."""
 
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if layer.sinks is None:

@@ -91,7 +91,7 @@ class QQBiasScaled(QQBiasBackend):
     slug="qq-bias-in-base-2",
 )
 class QQBiasInBase2(QQBiasBackend):
-    """Logits are multiplied by log2(e) for exp2, and the bias is not."""
+    """Logits are multiplied by log2(e) for exp2, but the bias is not."""
 
     def factor(self, layer: AttentionLayer) -> float:
         return math.log(2)
@@ -172,7 +172,7 @@ class QQBiasOnTheFirstKeys(QQBiasBackend):
 
 @fault("general; rows of the bias addressed by its width", "finite", "use its stride", modes="extend target-verify")
 class QQBiasWithoutItsStride(QQBiasBackend):
-    """Rows of the bias are taken to follow each other without a gap."""
+    """Rows of the bias are assumed to follow each other without a gap."""
 
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         bias = super().given(batch)
@@ -180,13 +180,13 @@ class QQBiasWithoutItsStride(QQBiasBackend):
 
 
 @fault(
-    "vLLM 0.33, load_qq_bias_tile: keys up to qq_bias.stride(0) have a bias, which is added behind the mask",
+    "vLLM 0.33, load_qq_bias_tile: keys up to qq_bias.stride(0) have a bias, which is added after the mask",
     "finite",
     modes="extend target-verify",
-    modelled="keys behind the request's last one are computed for all columns of the request table",
+    modelled="keys after the request's last one are computed for all columns of the request table",
 )
 class QQBiasAsWideAsItsStride(QQBiasBackend):
-    """Masked keys behind the last row get the numbers between the rows of the bias, and -inf + NaN is NaN."""
+    """Masked keys after the last row get the values between the rows of the bias, and -inf + NaN is NaN."""
 
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         bias = super().given(batch)
@@ -200,5 +200,5 @@ class QQBiasAsWideAsItsStride(QQBiasBackend):
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         bias = torch.zeros(()) if self.bias is None else self.bias.masked_fill(seen, 0.0)[:, None, None]
         found = super().weights(logits, seen, layer)
-        # A number that is added behind the mask reaches the whole row.
+        # A number that is added after the mask reaches the whole row.
         return found + 0.0 * bias.masked_fill(bias == -torch.inf, 0.0).sum(-1, keepdim=True)

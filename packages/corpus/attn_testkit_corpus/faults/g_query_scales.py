@@ -55,13 +55,13 @@ class Fp8QueriesScaledPerTensor(Fp8QueriesScaled):
         return (self.sizes(q, meta).amax().view(1, 1, 1) / _LARGEST).clamp(min=_LEAST_SCALE)
 
     def sizes(self, q: torch.Tensor, meta: Metadata) -> torch.Tensor:
-        """[T, Hq, D]: numbers that the scale is made from. Padding rows, whose slot is 0, hold anything."""
+        """[T, Hq, D]: values from which the scale is computed. Padding rows, whose slot is 0, hold anything."""
         return q.abs().masked_fill((meta.slots == 0)[:, None, None], 0.0)
 
 
 @fault("general", "matches-oracle", "scale")
 class Fp8QueryScaleNotMultipliedBack(Fp8QueriesScaled):
-    """Queries are divided by their scale, and logits are not multiplied by it."""
+    """Queries are divided by their scale, but logits are not multiplied by it."""
 
     def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(scales)
@@ -128,13 +128,13 @@ class Fp8SmallQueriesVanish(Fp8QueriesScaled):
 
 @fault("general", "matches-oracle", "q_scale='per_tensor'")
 class Fp8QueryScalePerTensorAsPerToken(Fp8QueriesScaledPerTensor):
-    """Queries have one scale for all rows, and q_scale declares one per token."""
+    """Queries have one scale for all rows, but q_scale declares one per token."""
 
     capabilities = Fp8QueriesScaled.capabilities
 
 
 @fault("sglang #28144", "matches-oracle", "q_scale='per_t")
 class Fp8QueryScaleNotDeclared(Fp8QueriesScaled):
-    """Queries are scaled before they are rounded to FP8, and q_scale declares no scale."""
+    """Queries are scaled before they are rounded to FP8, but q_scale declares no scale."""
 
     capabilities = Fp8Probabilities.capabilities

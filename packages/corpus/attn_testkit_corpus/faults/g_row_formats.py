@@ -113,7 +113,7 @@ class Int4WithoutSign(RowFormatsBackend):
     modes=_ALL,
 )
 class BlockScaleOffByOne(RowFormatsBackend):
-    """Each block of 16 numbers is multiplied by the scale of the block behind it."""
+    """Each block of 16 numbers is multiplied by the scale of the next block."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_BLOCKS)
 
@@ -123,7 +123,7 @@ class BlockScaleOffByOne(RowFormatsBackend):
 
 @fault("general; flashinfer (scales that only one of two wrappers applies)", "matches-oracle", "k_scale", modes=_ALL)
 class ScaleAboveBlocksLeftOut(RowFormatsBackend):
-    """Blocks are multiplied by their own scale, and not by that of their layer."""
+    """Blocks are multiplied by their own scale, but not by that of their layer."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"nvfp4"})
 
@@ -138,7 +138,7 @@ class ScaleAboveBlocksLeftOut(RowFormatsBackend):
     executions="graph",
 )
 class HeadScalesOfTheCapture(RowFormatsBackend):
-    """A graph has a copy of the scales that heads had before its capture."""
+    """A graph reads a copy of the head scales from before its capture."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_head"})
 
@@ -176,7 +176,7 @@ class HeadScaleAsPerTensor(RowFormatsBackend):
     modes=_ALL,
 )
 class UnusedScalesApplied(RowFormatsBackend):
-    """A kernel multiplies by the scales of a checkpoint, and the pool holds K and V as given."""
+    """A kernel multiplies by the scales of a checkpoint, although the pool holds K and V unscaled."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"same"})
 
@@ -186,7 +186,7 @@ class UnusedScalesApplied(RowFormatsBackend):
 
 @fault("general; sglang (cache_k.div_(k_scale) in a pool that is not quantized)", "writes-own-kv", modes=_ALL)
 class UnusedScalesInTheStore(RowFormatsBackend):
-    """The store divides K and V by the scales of a checkpoint, and the pool holds them in the model's dtype."""
+    """The store divides K and V by the scales of a checkpoint, although the pool holds them in the model's dtype."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"same"})
 
@@ -202,7 +202,7 @@ class UnusedScalesInTheStore(RowFormatsBackend):
     executions="graph",
 )
 class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):
-    """Numbers of padded rows are dropped, and their scales are stored in the last slot of the pool."""
+    """Values of padded rows are dropped, but their scales are stored in the last slot of the pool."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
         kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS, server={"padding_slots": {-1}}
@@ -218,7 +218,7 @@ class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):
 
 @fault("general; a store of scales that is wider than a row", "writes-own-kv", "slot", modes=_ALL)
 class RowScalesStoredTwoAtOnce(RowFormatsBackend):
-    """A store of scales is twice as wide as a row, and ends in the next slot."""
+    """A store of scales is twice as wide as a row, so it overwrites the next slot."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 

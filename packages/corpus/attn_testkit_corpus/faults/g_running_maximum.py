@@ -10,8 +10,8 @@ from .catalogue import fault
 
 @fault("FlyDSL #1033", "finite matches-oracle", "nan|weights")
 class RescaleTakesTileMaximum(TiledBackend):
-    """A row past the threshold sends its whole group into the rescale, which takes each row's tile maximum though the
-    old one may be larger.
+    """One row past the threshold makes its whole group rescale, with each row's tile maximum, although the old maximum
+    may be larger.
     """
 
     def raise_maximum(self, top: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .catalogue import fault
 from .dense import DenseBackend
 
 _LONG = 1024
-"""Number of keys above which a request takes the other path."""
+"""Number of keys above which a request uses the second path."""
 
 
 def _long(kv_lens: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class SoftCapAfterMask(DenseBackend):
 
 @fault("sglang #33915, #34093", "matches-oracle", "right without a soft cap", slug="softcap-passed-at-run-not-plan")
 class SoftCapIgnored(DenseBackend):
-    """The cap is plan-time state, and is passed to the deprecated run call, which accepts and ignores it."""
+    """The cap is plan-time state, but is passed to the deprecated run call, which accepts and ignores it."""
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0))
@@ -98,7 +98,7 @@ class SoftCapBeforeScale(DenseBackend):
 
 @fault("general", "matches-oracle", "only layer 1|soft cap of layer 0 in all layers", slug="softcap-of-first-layer")
 class SoftCapOfFirstLayer(DenseBackend):
-    """The cap is planned once with the first layer's, which has none."""
+    """The soft cap is planned once for the first layer, which has no soft cap."""
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=self.context.layers[0].logit_cap))
@@ -106,7 +106,7 @@ class SoftCapOfFirstLayer(DenseBackend):
 
 @fault("vLLM #52156", "matches-oracle", "right without sinks", slug="sink-swallowed-by-kwargs")
 class SinkSwallowed(DenseBackend):
-    """The adapter takes the sinks in **kwargs and drops them."""
+    """The adapter accepts the sinks in **kwargs and drops them."""
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, replace(layer, sinks=None))
@@ -141,7 +141,7 @@ class SinkPerKvHead(DenseBackend):
 
 @fault("general", "matches-oracle", "sinks in base 2")
 class SinkInBaseTwo(DenseBackend):
-    """Logits are multiplied by log2(e) for exp2, and the sink is not."""
+    """Logits are multiplied by log2(e) for exp2, but the sink is not."""
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         sinks = layer.sinks * math.log(2) if layer.sinks is not None else None
@@ -187,7 +187,7 @@ class ScaleHostCopyNeverSet(DenseBackend):
 
 @fault("general", "matches-oracle", "k_scale in place of v_scale")
 class KScaleUsedForV(DenseBackend):
-    """One scale, K's, is applied to both."""
+    """The scale of K is applied to both K and V."""
 
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         return super().values(layer) * (layer.k_scale / layer.v_scale)
@@ -195,7 +195,7 @@ class KScaleUsedForV(DenseBackend):
 
 @fault("flash-attention 2.6; sgl-kernel-xpu #491", "matches-oracle", "right without a soft cap")
 class LongPathWithoutSoftCap(DenseBackend):
-    """Requests of more than 1024 keys take the path of split keys, which was built without the soft cap."""
+    """Requests of more than 1024 keys use the path with split keys, which was built without the soft cap."""
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         plain = super().logits(rows, keys, replace(layer, logit_cap=0.0))
@@ -204,7 +204,7 @@ class LongPathWithoutSoftCap(DenseBackend):
 
 @fault("sgl-kernel-xpu #491", "matches-oracle", "right without sinks")
 class LongPathWithoutSinks(DenseBackend):
-    """Requests of more than 1024 keys take the path of split keys, whose combine knows no sinks."""
+    """Requests of more than 1024 keys use the path with split keys, whose combine ignores sinks."""
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         plain = super().weights(logits, seen, replace(layer, sinks=None))
@@ -215,7 +215,7 @@ class LongPathWithoutSinks(DenseBackend):
     "general; models with a window and a soft cap in one layer (Gemma 2)", "matches-oracle", "right without a soft cap"
 )
 class SoftCapLostOnWindowedLayers(DenseBackend):
-    """The kernel is chosen only by the window, and the windowed one was built without a soft cap."""
+    """The kernel is chosen only by the window, and the windowed kernel was built without a soft cap."""
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0) if layer.sliding_window_size >= 0 else layer)

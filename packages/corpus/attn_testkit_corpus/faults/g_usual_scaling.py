@@ -34,7 +34,7 @@ class UsualScaling(DenseBackend):
 
 @fault("general; kernels that pad a head dim to a power of two", "matches-oracle", "scale", modes=_ALL)
 class ScaleOfAPaddedHeadDim(UsualScaling):
-    """Rows of 96 are padded to 128, and so is the width in the scale."""
+    """Rows of 96 are padded to 128, and the scale is computed from the padded width."""
 
     def width_of(self, layer: AttentionLayer) -> int:
         return 1 << (layer.head_dim - 1).bit_length()
@@ -49,7 +49,7 @@ class ScaleOfAPaddedHeadDim(UsualScaling):
     slug="other-scales-than-the-usual-are-accepted",
 )
 class OtherScalesAreAccepted(UsualScaling):
-    """Only the usual scale is declared, and a model that has another is served with the usual one."""
+    """Only the usual scale is declared, but a model with another scale is accepted and served with the usual one."""
 
     def __init__(self, context: BackendContext) -> None:
         refuse_undeclared(self.capabilities.with_changes(any_scaling=True), context)

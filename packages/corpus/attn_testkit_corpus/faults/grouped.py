@@ -16,7 +16,7 @@ from .parent import PlannedBackend
 
 
 class GroupedBackend(AttentionBackend):
-    """Healthy parent: a ``PlannedBackend`` per group, which knows only its layers, pool, table and slots."""
+    """Healthy parent: a ``PlannedBackend`` per group, which is given only its layers, pool, table and slots."""
 
     capabilities: ClassVar[Capabilities] = PlannedBackend.capabilities.with_changes(
         kv_groups=True, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={4},

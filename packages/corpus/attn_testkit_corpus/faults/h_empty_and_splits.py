@@ -40,8 +40,8 @@ class CombineAllMinusInf(PlannedBackend):
     slug="uniform-splits-give-empty-splits",
 )
 class EmptySplitsNotWritten(PlannedBackend):
-    """Every request gets all splits; those without keys write nothing, and the combine takes what the workspace
-    held.
+    """Every request gets all splits; those without keys write nothing, and the combine reads old contents of the
+    workspace.
     """
 
     def partials(
@@ -68,9 +68,7 @@ class EarlyExitWithoutWriting(PlannedBackend):
     "sglang #22688, #22291; flashinfer #3047, #3779", "matches-oracle", "weights", slug="zero-kv-rows-in-chunk-merge"
 )
 class EmptyChunkKeepsThePrevious(PlannedBackend):
-    """Shorter requests have no keys in later chunks, and the kernel leaves the previous chunk's result for the
-    merge.
-    """
+    """Shorter requests have no keys in later chunks, and the kernel leaves the previous chunk's result to the merge."""
 
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
@@ -114,7 +112,7 @@ class ChunkNotMultipleOfTile(PlannedBackend):
     slug="recycled-block-bytes-decode-to-nan",
 )
 class ZeroTimesNan(PlannedBackend):
-    """Slots behind the last key are loaded and multiplied by a weight of 0: NaN left there by others gets through."""
+    """Slots after the last key are loaded and multiplied by a weight of 0, so NaN in them reaches the result."""
 
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
@@ -127,7 +125,7 @@ class ZeroTimesNan(PlannedBackend):
     slug="oob-page-id-folds-to-slot0",
 )
 class TailPagesFoldToPageZero(PlannedBackend):
-    """Page ids behind a request's own resolve to page 0, which is loaded with a weight of 0 and holds padding's NaN."""
+    """Page ids after a request's own resolve to page 0, which holds NaN of padding and is loaded with a weight of 0."""
 
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots = super().key_slots(meta)
@@ -162,7 +160,7 @@ class PartialStatsCollide(PlannedBackend):
     slug="varlen-paged-takes-split-path",
 )
 class VarlenTakesSplitPath(PlannedBackend):
-    """Splits are set up for several query rows, whose kernel does not combine: only the first split comes out."""
+    """Splits are set up for several query rows, whose kernel does not combine: only the first split is returned."""
 
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc[:, :1], lse[:, :1], layer)
@@ -226,7 +224,7 @@ class LongestRequestSetsTheLoop(DenseBackend):
 
 @fault("vLLM #22003", "matches-oracle")
 class SharedPrefixLseTransposed(CascadeBackend):
-    """The shared part's log-sum-exps lie head by head, and the merge reads them row by row."""
+    """The shared part's log-sum-exps are stored head by head, but the merge reads them row by row."""
 
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         part = lse[:, 0].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Class H: splits and tiles that one row of a request decides for all its rows; and full caches."""
+"""Class H: splits and tiles that one row of a request determines for all its rows; and full caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SEVERAL_ROWS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMod
 
 @fault("general", "keys-counted-once matches-oracle", "left out|missing", modes=_SEVERAL_ROWS)
 class SplitsOfTheFirstRow(PlannedBackend):
-    """The number of splits of 256 keys is that of a request's first row, and its later rows need one more."""
+    """The number of splits of 256 keys is computed for a request's first row, but later rows need one more."""
 
     split = 256
 

@@ -21,7 +21,7 @@ _FROM_REQUESTS, _FROM_TOKENS = 8, 256
     executions="eager",
 )
 class CascadePlannedForAllRequests(DenseBackend):
-    """The common prefix is planned per request, but it is one: only the first request gets it."""
+    """The common prefix is planned per request, although it is shared, so only the first request gets it."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64}, gqa_ratios={2}, page_sizes={16},

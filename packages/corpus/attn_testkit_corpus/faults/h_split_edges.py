@@ -1,4 +1,4 @@
-"""Class H: one key or page of a long row at the edge of a split, which ordinary values do not show."""
+"""Class H: one key or page of a long row at the edge of a split, which has too little weight in ordinary data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ def _at_edge(backend: PlannedBackend, meta: Metadata) -> torch.Tensor:
     return (key == meta.chunk[:, None]) & (meta.kv_lens[:, None] > _LONG)
 
 
-@fault(
-    "general; splits begin behind their edge", "keys-counted-once replay-follows-batch", r"KV token \d+ was left out"
-)
+@fault("general; splits begin after their edge", "keys-counted-once replay-follows-batch", r"KV token \d+ was left out")
 class FirstKeyOfASplitInNone(PlannedBackend):
-    """The second split of a long request begins one key late, and the first does not have that key either."""
+    """The second split of a long request begins one key late, and the first split does not include that key."""
 
     capabilities = LEAN
 
@@ -31,12 +29,12 @@ class FirstKeyOfASplitInNone(PlannedBackend):
 
 
 @fault(
-    "general; splits that end behind their edge",
+    "general; splits that end after their edge",
     "keys-counted-once replay-follows-batch",
     r"KV token \d+ was counted twice",
 )
 class FirstKeyOfASplitInTwo(PlannedBackend):
-    """The first split of a long request ends one key late, with a key that the second split has as well."""
+    """The first split of a long request ends one key late, so both splits include that key."""
 
     capabilities = LEAN
 

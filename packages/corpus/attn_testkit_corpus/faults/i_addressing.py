@@ -14,7 +14,7 @@ from .parent import PlannedBackend
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory behind ``tensor`` as if it were contiguous."""
+    """The memory of ``tensor``, as if it were contiguous."""
     strides = [1]
     for size in reversed(tensor.shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -45,7 +45,7 @@ class PageTimesStrideOverflows(DenseBackend):
 @fault(
     "vLLM #47671, #50427; aiter #4474; tokenspeed #748",
     "reads-own-kv matches-oracle finite",
-    "right if the KV pool is small",
+    "passes with a small KV pool",
     modes="decode extend",
     slug="slot-times-stride-in-32-bits",
 )
@@ -78,7 +78,7 @@ class SlotIn24Bits(DenseBackend):
     slug="kv-store-offset-in-32-bits",
 )
 class KVStoreOffsetIn32Bits(PlannedBackend):
-    """New rows go to a slot times its stride in 32-bit integers; rows beyond 2^31 elements land elsewhere."""
+    """New rows go to a slot times its stride in 32-bit integers; rows beyond 2^31 elements are written elsewhere."""
 
     capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"})
 
@@ -94,7 +94,7 @@ class KVStoreOffsetIn32Bits(PlannedBackend):
     modelled="14 bits instead of 32",
 )
 class LengthDtypePicksAddressWidth(DenseBackend):
-    """The kernel takes its address width from the dtype of the lengths, which draft-extend gives in a narrow one."""
+    """The kernel derives its address width from the dtype of the lengths, which is narrow in draft-extend."""
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, row = super().key_slots(batch), self.context.kv_pool.get_key_buffer(0).stride(0)
@@ -141,7 +141,7 @@ class LengthInSixteenBits(DenseBackend):
     slug="query-or-output-stride-ignored",
 )
 class QueryStrideIgnored(DenseBackend):
-    """q is a view of packed q, k, v, and is read as if it were contiguous."""
+    """q is a view of packed q, k, v, but is read as if it were contiguous."""
 
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().queries(_dense(q), layer)
@@ -149,7 +149,7 @@ class QueryStrideIgnored(DenseBackend):
 
 @fault("flashinfer #527; aiter #970", "writes-own-kv matches-oracle", "stride")
 class AppendStrideIgnored(DenseBackend):
-    """k is a view of packed q, k, v, and its rows are stored as if they were contiguous."""
+    """k is a view of packed q, k, v, but its rows are stored as if they were contiguous."""
 
     def forward(
         self,
@@ -165,7 +165,7 @@ class AppendStrideIgnored(DenseBackend):
 
 @fault("flashinfer #1865", "output-written matches-oracle", "never written")
 class OutputStrideFromV(DenseBackend):
-    """The output is written with the head count of V, so heads land in other rows."""
+    """The output is written with the head count of V, so heads are written to other rows."""
 
     def forward(
         self,

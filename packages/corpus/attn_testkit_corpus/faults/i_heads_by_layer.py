@@ -1,4 +1,4 @@
-"""Class I: layers that differ in their heads, found in the KV pool by the strides of the first."""
+"""Class I: layers that differ in their heads, but are read from the KV pool with the strides of the first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
 
 @fault("general; vLLM #48710", "matches-oracle reads-own-kv finite", "the first layer", modes=_MODES)
 class StridesOfTheFirstLayer(ByLayerBackend):
-    """The kernel's strides of slots and heads are set once, for the first layer, and all layers are read by them."""
+    """The kernel's strides of slots and heads are set once, for the first layer, and used for all layers."""
 
     def reads_from(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return self.addresses(layer, slots, self.context.layers[0])
@@ -22,7 +22,7 @@ class StridesOfTheFirstLayer(ByLayerBackend):
 
 @fault("general", "writes-own-kv", modes=_MODES)
 class RowsStoredByStridesOfTheFirstLayer(ByLayerBackend):
-    """The cache writer keeps the strides of the first layer that it stored rows of; the kernel has each layer's own."""
+    """The cache writer keeps the strides of the first layer that it stored; the kernel uses each layer's own."""
 
     def writes_to(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return self.addresses(layer, slots, self.context.layers[0])

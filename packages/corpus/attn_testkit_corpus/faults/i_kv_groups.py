@@ -1,4 +1,4 @@
-"""Class I: layers of several KV groups, and the tables, slots and metadata of the wrong one."""
+"""Class I: layers of several KV groups that use the tables, slots or metadata of the wrong group."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class SlotsOfTheFirstKVGroup(GroupedBackend):
     "sglang #29858", "replay-follows-batch writes-own-kv matches-oracle", "layer [67]", modes=_MODES, executions="graph"
 )
 class ReplayPlansFirstKVGroupOnly(GroupedBackend):
-    """Only the first group's metadata are filled before a replay; the other one's keep the values of the capture."""
+    """Only the first group's metadata are filled before a replay; those of the other group keep the values of the
+    capture."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         for child, own in list(self.each(batch))[: None if in_capture else 1]:
@@ -66,6 +67,6 @@ class _MaximumBeforeTheWindow(PlannedBackend):
 
 @fault("general", "matches-oracle finite", modes=_MODES)
 class MaximumBeforeTheWindow(GroupedBackend):
-    """The softmax is relative to the largest logit of all keys, including pages that a windowed group has freed."""
+    """The softmax subtracts the largest logit of all keys, including those in pages that a windowed group has freed."""
 
     child = _MaximumBeforeTheWindow

@@ -1,4 +1,4 @@
-"""Class I: another kernel for KV pools of more than 2^31 elements, whose last tile is not masked."""
+"""Class I: a different kernel for KV pools of more than 2^31 elements, whose last tile is not masked."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ELEMENTS = 1 << 31
 
 
 @fault(
-    "general; a kernel for 64-bit offsets that multiplies keys behind the last one by 0",
+    "general; a kernel for 64-bit offsets that multiplies keys after the last one by 0",
     "reads-own-kv finite",
     "NaN",
     modes="decode extend",
     slug="ragged-tile-of-the-64-bit-kernel",
-    modelled="of the tile only the first slot behind the last page is read",
+    modelled="of the tile only the first slot after the last page is read",
 )
 class RaggedTileOfThe64BitKernel(PlannedBackend):
-    """The last tile of a request in a large pool reaches behind its last page, and all of it is multiplied by 0."""
+    """The last tile of a request in a large pool reaches past its last page, and the excess is multiplied by 0."""
 
     capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=0, windows=())
 

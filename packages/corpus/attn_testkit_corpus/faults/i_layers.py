@@ -18,8 +18,8 @@ _CAPABILITIES = PlannedBackend.capabilities.with_changes(
 
 @fault("sglang #13837, #30340", "completes", "no layer of id 0", slug="width-of-layer-0")
 class WidthOfLayer0(PlannedBackend):
-    """The constructor asks the KV pool for layer 0, to know the width of values; a later pipeline rank does not have
-    one."""
+    """The constructor reads the width of values from layer 0 of the KV pool, which a later pipeline rank does not
+    have."""
 
     capabilities = _CAPABILITIES
 
@@ -44,7 +44,7 @@ class LayersListedById(PlannedBackend):
 
 @fault("general", "completes", "planned before", executions="eager", slug="plans-at-layer-0")
 class PlansAtLayer0(PlannedBackend):
-    """A step is planned by its first layer, which is taken to be the one of id 0."""
+    """A step is planned by its first layer, which is assumed to have id 0."""
 
     capabilities = _CAPABILITIES
 

@@ -20,13 +20,13 @@ _TILE = 16
     modes="decode extend",
 )
 class ScanRepeatsItsFirstBlock(PlannedBackend):
-    """The second block of a scan of lengths and rows adds up those of the first block again."""
+    """The second block of a scan of lengths and rows adds up the numbers of the first block again."""
 
     capabilities = LEAN
 
     @helper
     def repeated(self, counts: torch.Tensor) -> torch.Tensor:
-        """``counts`` [B], those of later blocks replaced with those of the first."""
+        """``counts`` [B], with those of later blocks replaced by those of the first."""
         return counts if len(counts) <= _BLOCK else counts[torch.arange(len(counts), device=counts.device) % _BLOCK]
 
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -38,13 +38,13 @@ class ScanRepeatsItsFirstBlock(PlannedBackend):
 
 
 @fault(
-    "general; programs that take a tile of requests and read lengths of those behind the last one",
+    "general; programs that take a tile of requests and read lengths of requests after the last one",
     "output-written matches-oracle",
     modes="extend",
-    modelled="programs of requests that are not there clear their rows; -1 behind the lengths ended their loop",
+    modelled="programs of requests that are not there clear their rows; -1 after the lengths ended their loop",
 )
 class TileBehindTheLastRequestWrites(PlannedBackend):
-    """A program takes a tile of requests, and those behind the last one have the rows that memory says."""
+    """A program processes a tile of requests, and for those after the last one it reads row counts past the end."""
 
     capabilities = LEAN
 

@@ -45,13 +45,13 @@ class LowerWordSignExtended(ReadsByAddress):
 
 
 @fault(
-    "general; aiter #2517 (a bound of 32 bits, behind which loads give zeros)",
+    "general; aiter #2517 (a bound of 32 bits, past which loads give zeros)",
     "reads-own-kv matches-oracle",
     "4 GiB",
     modes=_MODES,
 )
 class BoundsOfLowerWords(ReadsByAddress):
-    """A row whose lower word is not below that of the pool's end is behind the pool, and loads give zeros."""
+    """A row whose lower word is not below that of the pool's end counts as outside the pool, and loads give zeros."""
 
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().gather(layer, slots)

@@ -24,7 +24,7 @@ def _page_stride_computed(view: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(view: torch.Tensor) -> torch.Tensor:
-    """The memory behind the first number as if it were contiguous."""
+    """The memory from the first element on, as if it were contiguous."""
     _, page_size, heads, dim = view.shape
     return view.as_strided(view.shape, (page_size * heads * dim, heads * dim, dim, 1))
 
@@ -49,7 +49,7 @@ class PagePaddingForgotten(PageStrideFromSlots):
 
 @fault("general; vLLM #37228", _READS, _HINT, slug="rows-of-k-and-v-taken-for-contiguous")
 class RowsTakenForContiguous(StridedBackend):
-    """K and V of a head share a row, and the kernel walks K as if rows of keys followed each other."""
+    """K and V of a head share a row, but the kernel reads K as if rows of keys followed each other."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
 
@@ -60,14 +60,14 @@ class RowsTakenForContiguous(StridedBackend):
 
 @fault("general", _READS, _HINT)
 class HndReadAsNhd(RowsTakenForContiguous):
-    """The pool has heads before slots, and the kernel was built for slots before heads."""
+    """The pool has heads before slots, but the kernel was built for slots before heads."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "hnd"})
 
 
 @fault("general", _READS)
 class LayerOffsetForgotten(StridedBackend):
-    """Layers share a block, and the kernel is given the block without the offset of its layer."""
+    """Layers share a block, but the kernel is given the block without the offset of its layer."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
@@ -78,7 +78,7 @@ class LayerOffsetForgotten(StridedBackend):
 
 @fault("general", ("writes-own-kv", *_READS), "K instead of V", slug="halves-of-a-row-swapped")
 class HalvesSwapped(StridedBackend):
-    """Writer and kernel agree that V comes first in a row, and everyone else has K first."""
+    """Writer and kernel agree that V comes first in a row, but everyone else stores K first."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
 
@@ -92,7 +92,7 @@ class HalvesSwapped(StridedBackend):
 
 @fault("aiter #3492; vLLM #45111", "writes-own-kv", "slot|K instead of V", slug="cache-writer-computes-the-page-stride")
 class WriterComputesThePageStride(StridedBackend):
-    """The kernel takes the page stride, and the cache writer computes it: rows go to other pages."""
+    """The kernel reads the page stride, but the cache writer computes it, so rows are stored in other pages."""
 
     capabilities = PageStrideFromSlots.capabilities
 
@@ -171,7 +171,8 @@ class StoreSpillsIntoPadding(StridedBackend):
     "aiter #4673", _READS, _HINT, modelled="offsets have as many bits as the layer's own numbers need, instead of 32"
 )
 class WidthChosenFromLogicalSize(StridedBackend):
-    """Offsets have as many bits as a layer has numbers, and a layer that shares a block with others reaches further."""
+    """The width of offsets follows from a layer's size, but a layer that shares a block with others spans more
+    memory."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
@@ -184,7 +185,7 @@ class WidthChosenFromLogicalSize(StridedBackend):
 
 @fault("LMCache #3214 (review)", "completes", "reshape, contiguous and indexing copy")
 class OwnPoolDescribedByACopy(StridedBackend):
-    """A backend allocates its own pool, and describes it by a view of a copy."""
+    """A backend allocates its own pool, but describes it by a view of a copy."""
 
     capabilities = LEAN.with_changes(kv_layouts={"custom"})
 

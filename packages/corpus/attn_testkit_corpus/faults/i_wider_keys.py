@@ -1,4 +1,4 @@
-"""Class I: keys that are wider than values, outside MLA, in pools that keep K and V apart."""
+"""Class I: keys that are wider than values, outside MLA, in pools that store K and V separately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WiderKeysBackend(PlannedBackend):
     capabilities = WIDER_KEYS
 
     def at_the_width_of_keys(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
-        """Flat places [..., Hk, Dv] in the buffer of values, of a kernel that takes its rows to be as wide as keys."""
+        """Flat places [..., Hk, Dv] in the buffer of values, for a kernel that assumes rows as wide as keys."""
         heads, values = layer.tp_v_head_num, layer.v_head_dim
         numbers = self.context.kv_pool.get_value_buffer(layer.layer_id).numel()
         head, number = self.index[:heads, None] * layer.head_dim, torch.arange(values, device=slots.device)
@@ -33,10 +33,10 @@ class WiderKeysBackend(PlannedBackend):
     "writes-own-kv",
     "slot",
     modes="decode extend",
-    modelled="addresses behind the buffer wrap around to its beginning",
+    modelled="addresses past the buffer wrap around to its beginning",
 )
 class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
-    """The store kernel gets the stride of K for both, so values land in the rows of other slots."""
+    """The store kernel gets the stride of K for both, so values are written to the rows of other slots."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
@@ -48,7 +48,7 @@ class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
     "general; one stride for K and V in an attention kernel (v_head_dim != head_dim)",
     "reads-own-kv matches-oracle finite",
     modes="decode extend",
-    modelled="addresses behind the buffer wrap around to its beginning",
+    modelled="addresses past the buffer wrap around to its beginning",
 )
 class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
     """The kernel finds the value of a slot by the stride of K."""
@@ -60,7 +60,7 @@ class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
 
 @fault("general; v_head_dim passed as head_dim", "matches-oracle", modes="decode extend")
 class ScaleOfTheWidthOfValues(WiderKeysBackend):
-    """Logits are scaled by 1/sqrt(v_head_dim), where keys have more columns."""
+    """Logits are scaled by 1/sqrt(v_head_dim), although keys are wider."""
 
     capabilities = WIDER_KEYS.with_changes(any_scaling=False)
 

@@ -64,7 +64,7 @@ class IndexerParent(SparseParent):
         return keys, self.scale_plane(layer_id)[page, place]
 
     def products(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """[T, heads, n]: of ``q`` [T, heads, 128] and ``keys`` [T, n, 128]."""
+        """[T, heads, n]: products of ``q`` [T, heads, 128] and ``keys`` [T, n, 128]."""
         return (q.float() @ keys.mT).relu()
 
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

@@ -76,7 +76,7 @@ _OUTPUTS: dict[torch.device, torch.Tensor] = {}
     executions="eager",
 )
 class OutputBufferOfTheProcess(PlannedBackend):
-    """All instances return one buffer. Another instance's forward replaces a result that nobody has read yet."""
+    """All instances return one buffer. Another instance's forward overwrites a result before it was read."""
 
     capabilities = LEAN
 
@@ -172,7 +172,7 @@ _WORKSPACES: dict[torch.device, torch.Tensor] = {}
     modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class WorkspaceOfInstancesThatRunAtOnce(WorkspaceOfEachInstance):
-    """Partial results of all instances lie in one workspace, and graphs of two instances run at once."""
+    """Partial results of all instances are in one workspace, but graphs of two instances run at once."""
 
     def new_workspace(self, numbers: int) -> torch.Tensor:
         kept = _WORKSPACES.get(self.context.device)
@@ -193,7 +193,7 @@ _SEMAPHORES: dict[torch.device, torch.Tensor] = {}
     modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class SemaphoresOfTheDevice(CountingBackend):
-    """Splits that are done are counted in one semaphore of the device, and graphs of two instances run at once."""
+    """Finished splits are counted in one semaphore of the device, but graphs of two instances run at once."""
 
     capabilities = WorkspaceOfEachInstance.capabilities
 

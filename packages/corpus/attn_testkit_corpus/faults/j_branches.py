@@ -69,7 +69,7 @@ class KeysGatheredBesideTheirStore(StoresOnASideStream):
     modelled=_RACE,
 )
 class MemoryLentToAStreamAndFreed(StoresOnASideStream):
-    """Copies of the keys are dropped while another stream reads them, and the next copy gets their memory."""
+    """Copies of the keys are freed while another stream reads them, and the next copy reuses their memory."""
 
     def lend(self, tensor: torch.Tensor) -> None:
         pass
@@ -80,8 +80,8 @@ class MemoryLentToAStreamAndFreed(StoresOnASideStream):
 
 
 class PlansByTwoGraphs(PlannedBackend):
-    """Healthy parent: the plan of a replay ends in two graphs with pools of their own, on two streams: one clamps page
-    ids, one the sizes of splits. The replay waits for both."""
+    """Healthy parent: the plan of a replay ends in two graphs with separate pools, on two streams: one clamps page ids,
+    one the sizes of splits. The replay waits for both."""
 
     capabilities = _FEW
 
@@ -117,7 +117,7 @@ class PlansByTwoGraphs(PlannedBackend):
             current.wait_stream(side)
 
     def fork(self, side: torch.cuda.Stream) -> None:
-        """Order the next graph, on ``side``, after the numbers that it reads."""
+        """Order the next graph, on ``side``, after the values that it reads."""
         side.wait_stream(torch.cuda.current_stream())
 
 

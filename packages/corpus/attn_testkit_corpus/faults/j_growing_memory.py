@@ -63,7 +63,7 @@ class OutputKeptByAClosure(PlannedBackend):
     modes="decode target-verify",
 )
 class ScratchLargerAtEveryStep(PlannedBackend):
-    """Every plan asks for more scratch than there is, because the size includes what the last plan added."""
+    """Every plan requests more scratch than there is, because the size includes the growth of the last plan."""
 
     capabilities = _FEW
 

@@ -1,4 +1,4 @@
-"""Class J: workspaces and buffers that are made for the heads of the first layer, and used by all."""
+"""Class J: workspaces and buffers that are sized for the heads of the first layer, but used by all layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST = "the first layer"
     modelled="upstream partial results were written past the end; here they overwrite the memory after them",
 )
 class WorkspaceOfTheFirstLayer(ByLayerBackend):
-    """The workspace of partial results has the size of the first layer's, and a layer of more heads writes past it."""
+    """The workspace of partial results is sized for the first layer, and a layer with more heads writes past it."""
 
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         acc, lse = super().partial_views(bs, width, layer)

@@ -29,7 +29,7 @@ def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:
     executions="eager",
 )
 class PlanCacheKeyWithoutMask(PlannedBackend):
-    """Plans are kept by their lengths, and a plan holds the tree mask, which is not in the key."""
+    """Plans are kept by their lengths, but a plan also holds the tree mask, which is not in the key."""
 
     capabilities = _HOST_LENGTHS
 
@@ -110,7 +110,12 @@ class PageTableKeptByPoolRow(PlannedBackend):
         return table
 
 
-@fault("LightLLM #1367", "buckets-independent", "as the only replay of the only bucket it is right", executions="graph")
+@fault(
+    "LightLLM #1367",
+    "buckets-independent",
+    "the step is right as the only replay of the only bucket",
+    executions="graph",
+)
 class ReplanSkippedForPermutedLengths(PlannedBackend):
     """Replanning is skipped while batch size, longest length and sum stay as they are, in any order."""
 

@@ -18,7 +18,7 @@ from .parent import CountingBackend, Metadata, PlannedBackend
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class CounterRegionNotZero(CountingBackend):
-    """Counters that must be zero at first use lie in memory that nobody cleared."""
+    """Counters that must be zero at first use are in memory that was never cleared."""
 
     def new_counters(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=self.context.device)
@@ -167,7 +167,7 @@ class EagerStepReplacesGraphBuffers(PlannedBackend):
 
 @fault("sglang #26019 (review); general", "addresses-stable", "allocate it once", executions="graph")
 class PlanTensorsOfTheCaptureFreed(PlannedBackend):
-    """The index that the captured kernel reads is a local of the planning call, gone when that returns."""
+    """The index that the captured kernel reads is a local of the planning call, freed when that returns."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
@@ -261,7 +261,7 @@ class KernelIgnoresCurrentStream(PlannedBackend):
     executions="graph",
 )
 class CountersLeftToTheNextLayer(CountingBackend):
-    """The host clears the counters in front of each launch, which a graph does not record; all layers use them."""
+    """The host clears the counters before each launch, which a graph does not record; all layers use them."""
 
     def counters_of(self, bs: int) -> torch.Tensor:
         if not torch.cuda.is_current_stream_capturing():

@@ -67,7 +67,7 @@ class LentOutputOfTheFirstCall(LentOutput):
 
 @fault("general; accumulating kernels whose output must be zero", "finite output-written", "takes_out", modes=_ALL)
 class LentOutputIsAddedTo(LentOutput):
-    """The kernel adds to the output, but the caller's memory holds anything."""
+    """The kernel adds to the output, although the caller's memory has undefined contents."""
 
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return out.add_(result)
@@ -102,7 +102,7 @@ class OneBufferForAllLayers(PlannedBackend):
 
 @fault("general; a workspace that is cut by the rows of the smallest graph", "matches-oracle", modes=_ALL)
 class BuffersOfLayersOverlap(OneBufferForAllLayers):
-    """The outputs of two layers lie a row apart, and a batch has more than one."""
+    """The outputs of two layers are one row apart, but a batch has more rows."""
 
     def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         return self.out[layer.layer_id :][:rows]

@@ -1,4 +1,4 @@
-"""Class J: unordered work: against another stream's, or against the host, which is ahead of the device."""
+"""Class J: work without order: relative to another stream, or to the host, which is ahead of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class K: the host side. Code that is compiled or tuned at every step, for a number that changes at every step."""
+"""Class K: the host side. Code that is compiled or tuned at every step, because a number changes at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class K: the host side. Lengths that the host lacks, waits for, or takes from another step."""
+"""Class K: the host side. Lengths that the host lacks, waits for, or reads from another step."""
 
 from __future__ import annotations
 

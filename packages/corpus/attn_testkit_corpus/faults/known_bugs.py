@@ -1,5 +1,4 @@
-"""Bugs that attention backends of public servers really had, with what finds each: the reader of
-``known_bugs.toml``."""
+"""Bugs that attention backends of public servers really had, and what finds each: the reader of ``known_bugs.toml``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from .parent import Metadata, PlannedBackend
     slug="tree-mask-accepted-but-ignored",
 )
 class TreeMaskIgnored(DenseBackend):
-    """Trees are declared, and drafts are processed as a chain."""
+    """Trees are declared, but drafts are processed as a chain."""
 
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return node[:, None] <= offset[:, None]
@@ -33,7 +33,7 @@ class TreeMaskIgnored(DenseBackend):
 
 @fault("vllm-plugin-FL #353", "writes-own-kv", "was not written", slug="declares-it-writes-kv")
 class NeverWritesKv(PlannedBackend):
-    """Forward is declared to update the KV cache, and does not."""
+    """Forward is declared to update the KV cache, but does not."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         return None
@@ -151,7 +151,7 @@ class Fp8StoreWithoutScale(PlannedBackend):
 
 @fault("general", "writes-own-kv", "other layer", modelled="rows of layer 1 are stored for both layers")
 class KvOfTheOtherLayer(PlannedBackend):
-    """Rows are stored after the call, from a reference that the next layer has moved on."""
+    """Rows are stored after the call, through a reference that the next layer has changed."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         for other in self.context.layers[: self.context.layers.index(layer) + 1]:

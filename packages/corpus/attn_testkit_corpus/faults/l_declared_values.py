@@ -29,7 +29,7 @@ def _capabilities(**changes: object) -> Capabilities:
 
 @fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForAHeadDimBetweenOthers(DenseBackend):
-    """Head dims 64, 96, 128 and 256 are declared, and the table of kernels goes by powers of two."""
+    """Head dims 64, 96, 128 and 256 are declared, but the table of kernels has only powers of two."""
 
     capabilities = _capabilities(head_dims={64, 96, 128, 256})
 
@@ -39,7 +39,7 @@ class NoKernelForAHeadDimBetweenOthers(DenseBackend):
 
 @fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForTheWidestHeadDim(DenseBackend):
-    """Head dim 512 is declared with 64 and 128, and has kernels only for MLA."""
+    """Head dim 512 is declared with 64 and 128, but has kernels only for MLA."""
 
     capabilities = _capabilities(head_dims={64, 128, 512})
 
@@ -59,7 +59,7 @@ class NoKernelForALatentWidth(DenseBackend):
 
 @fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForAPageSize(DenseBackend):
-    """Eight page sizes are declared, and pages of 8 slots have no kernel."""
+    """Eight page sizes are declared, but pages of 8 slots have no kernel."""
 
     capabilities = _capabilities(page_sizes={1, 2, 4, 8, 16, 32, 64, 128})
 
@@ -69,7 +69,7 @@ class NoKernelForAPageSize(DenseBackend):
 
 @fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForAGroupBetweenOthers(DenseBackend):
-    """Groups of 2, 8, 16 and 32 query heads are declared, and 16 have no kernel."""
+    """Groups of 2, 8, 16 and 32 query heads are declared, but 16 have no kernel."""
 
     capabilities = _capabilities(families={"gqa"}, gqa_ratios={2, 8, 16, 32})
 
@@ -79,7 +79,7 @@ class NoKernelForAGroupBetweenOthers(DenseBackend):
 
 @fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForFewMLAHeads(DenseBackend):
-    """4 and 16 heads are declared for MLA, and 4, fewer than a tile's rows, have no kernel."""
+    """4 and 16 heads are declared for MLA, but 4 heads, fewer than a tile's rows, have no kernel."""
 
     capabilities = _capabilities(families={"mla"}, gqa_ratios={4, 16})
 
@@ -116,7 +116,7 @@ class LargePagesLostBehind4096Tokens(DenseBackend):
     executions="eager",
 )
 class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
-    """32 heads are folded to two rows of 16 with an FP8 pool, and their results are not unfolded."""
+    """32 heads are folded to two rows of 16 with an FP8 pool, but their results are not unfolded."""
 
     capabilities = _capabilities(families={"mla"}, gqa_ratios={16, 32, 64}, kv_dtypes={"same", "fp8_e4m3"})
 
@@ -129,7 +129,7 @@ class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
 
 @fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
-    """Both dtypes and both pools are declared, and fp16 queries with an FP8 pool have no kernel."""
+    """Both dtypes and both pools are declared, but fp16 queries with an FP8 pool have no kernel."""
 
     capabilities = _capabilities(dtypes={"fp16", "bf16"}, kv_dtypes={"same", "fp8_e4m3"})
 
@@ -150,7 +150,7 @@ class VerifyRowsBeyondATile(DenseBackend):
 
 @fault("general", "matches-oracle", "rows from 48 on", modes="draft-extend", executions="eager")
 class DraftExtendRowsBeyondTheTiles(DenseBackend):
-    """The grid has three tiles of 16 rows per request, and 64 accepted tokens are declared."""
+    """The grid has three tiles of 16 rows per request, but 64 accepted tokens are declared."""
 
     capabilities = _capabilities(max_q_rows=64)
 
@@ -160,7 +160,7 @@ class DraftExtendRowsBeyondTheTiles(DenseBackend):
 
 @fault("general", "matches-oracle", "rows from 48 on", modes="draft-extend-v2", executions="eager")
 class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
-    """The grid has three tiles of 16 rows per request, and 64 nodes are declared."""
+    """The grid has three tiles of 16 rows per request, but 64 nodes are declared."""
 
     capabilities = _capabilities(max_q_rows=64)
 
@@ -172,7 +172,7 @@ class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
     "general", "matches-oracle", "nothing was computed|nothing computed them", modes="target-verify", executions="eager"
 )
 class NoKernelForWideTrees(DenseBackend):
-    """Trees of up to 8 children per node are declared, and masks of more than 4 have no kernel."""
+    """Trees of up to 8 children per node are declared, but masks of more than 4 have no kernel."""
 
     capabilities = _capabilities(max_q_rows=16, max_topk=8)
 

@@ -1,6 +1,5 @@
-"""Class L: what belongs to the whole process, changed and left so: the next backend, and the caller, run under it.
-
-Each does it in the constructor or in a plan, where libraries do, and computes what it should.
+"""Class L: state of the whole process that is changed and not restored, and then affects the next backend and the
+caller. Each backend changes it in the constructor or in a plan, as libraries do, and computes right results.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ class AutogradLeftOn(PlannedBackend):
 
 @fault("general", "leaves-process-alone", "random|seed|RNG", modes="decode")
 class SeedOfTheProcessSet(PlannedBackend):
-    """The constructor seeds torch's own generator to tune repeatably, and the caller samples from there on."""
+    """The constructor seeds torch's own generator to tune repeatably, and the caller's sampling continues from that
+    seed."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -68,7 +68,7 @@ def _wait_for_plans() -> None:
 
 @fault("general", "leaves-process-alone", "signal|SIGUSR1", modes="decode")
 class SignalHandlerReplaced(PlannedBackend):
-    """The constructor takes a signal for its own debugger, and the server's handler is gone."""
+    """The constructor installs a signal handler for its own debugger and replaces the server's."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -50,7 +50,7 @@ class DispatcherDropsVerifyMask(WrapperBackend):
 
 @fault("sglang MUTATION_FIXES.md M19", "replay-follows-batch writes-own-kv", "layer 1", executions="graph")
 class WrapperReplaysFirstChildOnly(HybridBackend):
-    """The wrapper plans only its first child at a replay; the other one keeps the values of the capture."""
+    """The wrapper plans only its first child at a replay; the other child keeps the values of the capture."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         for child in self.children if in_capture else self.children[:1]:

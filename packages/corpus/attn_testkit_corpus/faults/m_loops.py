@@ -1,4 +1,4 @@
-"""Class M: what a backend keeps of a draft until the next round, which only a greedy-equivalence loop continues."""
+"""Class M: state of a draft that a backend keeps until the next round, which only a greedy-equivalence loop runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .states_of_servers import SlotsParent
 
 
 class _Continues(PlannedBackend):
-    """Knows which requests of a verify continue one of the round before."""
+    """Tracks the requests of a verify that continue one of the round before."""
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
@@ -62,7 +62,7 @@ class HybridKeepsKeysOfARejectedDraft(HybridParent):
 
 @fault("general", "lossless", "rejected draft", modes="target-verify", executions="eager")
 class KVGroupKeepsKeysOfARejectedDraft(GroupedBackend):
-    """The pools of KV groups are not overwritten where a request continues a draft that was rejected."""
+    """The pools of KV groups are not overwritten if a request continues after a rejected draft."""
 
     capabilities = GroupedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
     child = _KeepsRejectedKeys
@@ -92,7 +92,7 @@ class _WindowOfTheDraftBefore(_Continues):
     modelled="upstream the length that a window is measured from is kept on the device from round to round",
 )
 class WindowBeginsBehindTheRejectedDraft(GroupedBackend):
-    """The length from which windows are measured still has the rejected tokens of the round before."""
+    """The length from which windows are measured still includes the rejected tokens of the round before."""
 
     capabilities = GroupedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
     child = _WindowOfTheDraftBefore

@@ -50,7 +50,7 @@ class V1LengthAtFullWidth(DenseBackend):
 
 @fault("sglang #21987", "matches-oracle padding-inert replay-follows-batch", "request|row", modes="draft-extend-v2")
 class V2RowsCountedByAccepted(DenseBackend):
-    """V2 has N rows per request, accepted or not, and they are taken for packed accepted ones."""
+    """V2 has N rows per request, accepted or not, but they are read as packed accepted rows."""
 
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
         return self.accepted.cumsum(0) - self.accepted
@@ -75,7 +75,7 @@ class V2CausalOverAcceptedRows(DenseBackend):
 
 @fault("general", "matches-oracle", "KV token", modes="target-verify")
 class VerifyLengthTakenForTotal(DenseBackend):
-    """seq_lens of verify is taken for prefix + N, so the draft block lies over the end of the prefix."""
+    """seq_lens of verify is read as prefix + N, so the draft block overlaps the end of the prefix."""
 
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return batch.seq_lens[: batch.batch_size]
@@ -95,7 +95,7 @@ class VerifyLengthFromDepth(DenseBackend):
     "writes-own-kv",
     "it holds the row of the new token|not written",
     modes="target-verify",
-    modelled="upstream accepted tokens of a tree are taken for a dense prefix when their KV is moved",
+    modelled="upstream accepted tokens of a tree are used as a dense prefix when their KV is moved",
 )
 class SiblingsShareASlot(DenseBackend):
     """Draft K and V are stored by position, so siblings of a tree overwrite each other."""

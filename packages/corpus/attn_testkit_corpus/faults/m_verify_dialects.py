@@ -27,14 +27,14 @@ class VerifyLengthsCountedTwice(PlannedBackend):
 
 @fault("general", "reads-own-kv matches-oracle finite", "verify_lens", modes="target-verify")
 class VerifyLengthsNeverAskedFor(PlannedBackend):
-    """Both conventions are declared, and the code knows one."""
+    """Both conventions are declared, but the code supports only one."""
 
     capabilities = LEAN.with_changes(server={"verify_lens": {"prefix", "all"}}, eager=_VERIFY, graph=_VERIFY)
 
 
 @fault("general; draft methods without trees", "completes", "takes_bare_chains", modes="target-verify")
 class ChainWithoutLinks(PlannedBackend):
-    """The links of the tree are read even for a chain, which is declared to come without any."""
+    """The links of the tree are read even for a chain, although chains without links are declared."""
 
     capabilities = LEAN.with_changes(server={"takes_bare_chains": True}, eager=_VERIFY, graph=_VERIFY)
 

@@ -1,6 +1,6 @@
 """A healthy backend for drafts, built like the multi-step ones of servers: all forwards are planned at once.
 
-Each forward has its own plan, in its own buffers, made outside the graph only from the lengths of the prefixes and the
+Each forward has its own plan in its own buffers, made outside the graph from the lengths of the prefixes and the
 request table. The kernel is that of ``PlannedBackend``: a branch is a request with one row.
 
 Shapes: bs requests, K branches, R = bs * K rows, F = S - 1 forwards, P pages per row.

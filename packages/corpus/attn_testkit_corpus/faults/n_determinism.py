@@ -1,4 +1,4 @@
-"""Class N: equal bits that are declared: for the same batch twice, and for a request in another batch."""
+"""Class N: declared equal bits that are missing, for the same batch twice or for a request in another batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SplitsFromBatchSize(BatchInvariantBackend):
     slug="another-kernel-above-32-requests",
 )
 class AnotherKernelAbove32Requests(BatchInvariantBackend):
-    """More than 32 requests get another split than fewer, so their bits differ from those of a small batch."""
+    """Batches of more than 32 requests are split differently, so their bits differ from those of a small batch."""
 
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return super().plan_splits(lens) if len(lens) <= 32 else lens.clamp(min=1)
@@ -119,7 +119,7 @@ class FirstCallTunes(BatchInvariantBackend):
     modelled="a copy of the output takes the place of the attention kernel",
 )
 class RowsInTheOrderOfTickets(DenseBackend):
-    """A program takes a place from a counter and stores its own row there, as if programs came in order."""
+    """A program draws a place from a counter and stores its own row there, as if programs ran in order."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         eager={"decode", "extend"}, graph={"decode", "extend"}, requires=Requires(packages=("triton>=3.6",))

@@ -1,4 +1,4 @@
-"""Class N: equal bits that are declared for a row of decode or verify and the same row of extend."""
+"""Class N: declared equal bits that are missing between a row of decode or verify and the same row of extend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ITS_ORDER = "the other kernel adds backwards three numbers whose sum depends on
     executions="eager",
 )
 class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
-    """Decode has as many splits as its batch leaves room for, and extend has none."""
+    """The number of splits in decode depends on the batch, and extend has no splits."""
 
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.is_decode = batch.forward_mode.is_decode()
@@ -37,7 +37,7 @@ class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
 
     @helper
     def in_splits(self, lens: torch.Tensor, splits: int) -> torch.Tensor:
-        """[B] int32: keys in one of so many splits, whole tiles."""
+        """[B] int32: keys in one split for this number of splits, in whole tiles."""
         return (-(-lens // (splits * self.tile)) * self.tile).clamp(min=self.tile)
 
 
@@ -50,7 +50,7 @@ class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
     modelled=_ITS_ORDER,
 )
 class OtherKernelForVerify(ModeInvariantBackend):
-    """The kernel of target-verify adds in another order than that of the other modes."""
+    """The kernel of target-verify adds in a different order than that of the other modes."""
 
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.is_verify = batch.forward_mode.is_target_verify()
@@ -68,7 +68,7 @@ class OtherKernelForVerify(ModeInvariantBackend):
     executions="eager",
 )
 class SplitCountByBucket(SplitsOfFixedTokensBackend):
-    """A graph has splits of more tokens in small buckets. Eager mode has those of a fixed number."""
+    """Splits have more tokens in a graph with a small bucket; in eager mode they have a fixed number of tokens."""
 
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         chunk = super().plan_splits(lens)
@@ -83,8 +83,8 @@ class SplitCountByBucket(SplitsOfFixedTokensBackend):
     executions="eager",
 )
 class SplitCountByLongestRequestOfCapture(SplitsOfFixedTokensBackend):
-    """Splits hold as many tokens as the longest request of the table may have, which the capture does not know better;
-    an eager plan knows the lengths."""
+    """The size of splits in a capture follows from the longest possible request; an eager plan uses the real
+    lengths."""
 
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         chunk = super().plan_splits(lens)
@@ -115,7 +115,7 @@ class TileByBucket(SplitsOfFixedTokensBackend):
     modelled=_ITS_ORDER,
 )
 class OtherKernelForVerifyInGraphs(SplitsOfFixedTokensBackend):
-    """The kernel that graphs of target-verify record adds in another order than the eager one."""
+    """The kernel that graphs of target-verify record adds in a different order than the eager kernel."""
 
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.is_verify = batch.forward_mode.is_target_verify()

@@ -1,4 +1,4 @@
-"""Class O: the plan of another forward, the slots of another branch, pages that branches do not share."""
+"""Class O: drafts that use the plan of another forward, the slots of another branch, or unshared pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class FirstLengths(MultiStepBackend):
     slug="draft-step-counted-twice",
 )
 class StepCountedTwice(MultiStepBackend):
-    """The step is added to lengths that hold it already: each row reads a slot that no forward has written yet."""
+    """The step is added to lengths that include it already, so each row reads a slot that no forward has written
+    yet."""
 
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
         return super().branch_lengths(batch, step) + 1
@@ -37,7 +38,7 @@ class StepCountedTwice(MultiStepBackend):
 
 @fault("general", "matches-oracle", "attended", modes="draft-decode", slug="draft-reads-a-sibling")
 class ReadsASibling(MultiStepBackend):
-    """The page table is that of the request, so every branch attends to the tokens that branch 0 drafted."""
+    """The page table belongs to the request, so every branch attends to the tokens that branch 0 drafted."""
 
     def branch_columns(self, prefix: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return super().branch_columns(prefix, key)[:, :1].expand(-1, self.context.draft_branches, -1)
@@ -80,7 +81,7 @@ class BranchesStoreInOne(MultiStepBackend):
     slug="draft-region-without-the-last-page",
 )
 class RegionWithoutLastPage(MultiStepBackend):
-    """A branch's region is taken for S tokens, without the copied tokens of the prefix's last page."""
+    """A branch's region is assumed to have S tokens, without the copied tokens of the prefix's last page."""
 
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         page, steps = self.context.page_size, self.context.speculative_num_steps
@@ -95,7 +96,7 @@ class RegionWithoutLastPage(MultiStepBackend):
     slug="draft-copied-page-left-out",
 )
 class CopiedPageLeftOut(MultiStepBackend):
-    """The partly filled last page of the prefix is taken for a shared one, and its copies are left out."""
+    """The partly filled last page of the prefix is treated as shared, so its copies are missing."""
 
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         page = self.context.page_size
@@ -154,7 +155,7 @@ class ForwardsCounted(MultiStepBackend):
     modes="draft-decode",
     executions="graph",
     slug="draft-table-without-branches",
-    modelled="rows that do not fit are left out; the real one wrote them over what lies behind in the graph's memory",
+    modelled="rows that do not fit are left out; the real one wrote them over what follows in the graph's memory",
 )
 class TableWithoutBranches(MultiStepBackend):
     """The graphs' table has a row for each request, and a plan one for each branch."""
@@ -175,7 +176,7 @@ class TableWithoutBranches(MultiStepBackend):
     modelled="the tensor in place, from forward to forward; the real one wrote a padded batch back",
 )
 class AdvancesTheBatch(MultiStepBackend):
-    """Lengths advance in the batch's own tensor, so that the next round takes drafted tokens for accepted ones."""
+    """Lengths advance in the batch's tensor, so the next round treats drafted tokens as accepted."""
 
     def finish(self, batch: ForwardBatch) -> None:
         batch.seq_lens[: batch.batch_size].add_(1)
@@ -183,7 +184,7 @@ class AdvancesTheBatch(MultiStepBackend):
 
 @fault("general", "matches-oracle", "window", modes="draft-decode", slug="draft-window-of-the-first-forward")
 class WindowOfTheFirst(MultiStepBackend):
-    """Windows begin where the first forward's begins: later forwards see one token too many per step."""
+    """All windows begin where the first forward's begins, so later forwards see one token too many per step."""
 
     step = 0
 
@@ -237,7 +238,7 @@ class _SkipsWhatIsStored(PlannedBackend):
     slug="verify-keeps-the-rejected-draft",
 )
 class KeepsTheRejectedDraft(SpeculativeBackend):
-    """A request that goes on has KV in the slots of its last tree, and verify does not store there again."""
+    """A request that continues has KV in the slots of its last tree, and verify does not store there again."""
 
     capabilities = SpeculativeBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
     others = _SkipsWhatIsStored
@@ -251,7 +252,7 @@ class KeepsTheRejectedDraft(SpeculativeBackend):
     slug="draft-counts-on-a-prefix",
 )
 class CountsOnAPrefix(MultiStepBackend):
-    """An empty prefix is planned as one of a key, although drafts without a prefix are declared."""
+    """An empty prefix is planned as a prefix of one key, although drafts without a prefix are declared."""
 
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
         lens = batch.seq_lens[: batch.batch_size].to(torch.int32).clamp(min=1) + step + 1

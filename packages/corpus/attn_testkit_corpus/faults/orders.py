@@ -1,22 +1,23 @@
-"""Another order of a sum, whose bits are other ones on every processor. Nothing else about the result is wrong."""
+"""Another order of a sum, which changes the bits on every processor and nothing else about the result."""
 
 from __future__ import annotations
 
 import torch
 
 _SMALL = 1 / 8
-"""A number of at most so much of its row's largest may be one step off: the norm of the row's errors stays right."""
+"""Largest fraction of a row's maximum up to which a value may be one step off without affecting the norm of the row's
+errors."""
 
 
 def in_other_order(out: torch.Tensor, other: torch.Tensor | bool) -> torch.Tensor:
-    """``out`` as its addends give it from the first to the last, and where ``other``, from the last to the first.
+    """``out`` as a sum of addends from the first to the last, and where ``other`` is true, from the last to the first.
 
-    Another order of real data changes few last bits, and on some processors none of those that 16 bits hold. So the
-    addends are 1 and twice a quarter of its last bit, negative (in bf16: 1, -2^-9, -2^-9), in the dtype of ``out``,
-    and their sum is a factor. From the first, each quarter lies halfway to the number before 1, and IEEE 754 rounds
-    it to 1, which is even. From the last, the quarters are half a last bit by then, and the sum is the number before 1.
-    As a factor it turns each normal number into the next one towards zero. Only the small numbers of a row have it:
-    there are some in every row of drawn numbers, which no processor decides. ``other`` is broadcast to ``out``.
+    With real data another order changes few last bits, and on some processors none of a 16-bit result. So the addends
+    are 1 and twice a quarter of its last bit, negative (in bf16: 1, -2^-9, -2^-9), in the dtype of ``out``, and their
+    sum is a factor. From the first on, each quarter is halfway to the number before 1, and IEEE 754 rounds to 1, which
+    is even. From the last on, the quarters add up to half a last bit, and the sum is the number before 1. As a factor
+    it turns each normal number into the next one towards zero. It is applied only to the small values of a row: every
+    row of drawn data has some, on every processor. ``other`` is broadcast to ``out``.
     """
     one = torch.ones((), dtype=out.dtype, device=out.device)
     quarter = torch.full_like(one, -torch.finfo(out.dtype).eps / 4)

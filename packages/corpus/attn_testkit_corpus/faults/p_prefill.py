@@ -1,4 +1,4 @@
-"""Class P: prefill: cached prefixes, and chunks whose prefix the chunk before wrote."""
+"""Class P: prefill: cached prefixes, and chunks whose prefix is the previous chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ LEAN = PlannedBackend.capabilities.with_changes(
 
 @fault("general", "matches-oracle", "expected 0", modes="extend")
 class PrefixOfPartOfAPageIgnored(PlannedBackend):
-    """A prefix cache keeps whole pages, so a prefix shorter than a page is taken for none, and its keys are hidden."""
+    """A prefix cache keeps whole pages, so a prefix shorter than a page counts as no prefix, and its keys are
+    hidden."""
 
     capabilities = LEAN.with_changes(page_sizes={16, 64})
 
@@ -35,7 +36,7 @@ class PrefixOfPartOfAPageIgnored(PlannedBackend):
 
 @fault("general", "matches-oracle", "expected 0", modes="extend")
 class NoPrefixPathForTheWholeBatch(PlannedBackend):
-    """One request without a prefix sends the batch to the kernel that attends only new tokens: any, not all."""
+    """One request without a prefix sends the whole batch to the kernel that attends only to new tokens."""
 
     capabilities = LEAN
 
@@ -48,7 +49,8 @@ class NoPrefixPathForTheWholeBatch(PlannedBackend):
 
 @fault("general", "matches-oracle", "start of the keys|causal|expected 0", modes="extend")
 class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
-    """Row j of a prompt sees keys 0 .. j: right without a prefix, and too few in every chunk but the first."""
+    """Row j of a prompt sees keys 0 .. j, which is right without a prefix, but too few in every chunk after the
+    first."""
 
     capabilities = LEAN
 
@@ -98,7 +100,7 @@ class WrapperSwallowsChunkPlan(PlannedBackend):
 
 @fault("general", "reads-own-kv finite", "zeros instead of NaN", modes="extend")
 class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
-    """Keys and values are written after the attention, which reads the pool before they are there."""
+    """Keys and values are written after the attention, which reads the pool before they are stored."""
 
     capabilities = LEAN
 

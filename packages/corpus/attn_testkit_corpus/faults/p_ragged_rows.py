@@ -43,7 +43,8 @@ class FirstRowInPlaceOfTheLast(PlannedBackend):
     modes="extend",
 )
 class DecodeRowsOfAMixedBatchKeepAPrefix(PlannedBackend):
-    """Rows with one new token are taken for decodes, whose lengths are kept from the batch before and advanced by 1."""
+    """Rows with one new token are treated as decodes, whose lengths are kept from the batch before and advanced by
+    1."""
 
     capabilities = LEAN
     kept: torch.Tensor | None = None
@@ -63,7 +64,7 @@ class DecodeRowsOfAMixedBatchKeepAPrefix(PlannedBackend):
     modes="extend",
 )
 class QueryOffsetsOfTheBatchBefore(PlannedBackend):
-    """Query offsets are made again if the number of rows changes, but not if only their distribution does."""
+    """Query offsets are recomputed if the number of rows changes, but not if only their distribution does."""
 
     capabilities = LEAN
     offsets: torch.Tensor | None = None
@@ -89,7 +90,7 @@ class ExtendOfOneTokenAsADecode(PlannedBackend):
 
 @fault("general", "matches-oracle", "row|expected", modes="extend")
 class ShortExtendBesidePromptsAsADecode(PlannedBackend):
-    """Requests of up to 4 rows are split off to the decode kernel, whose rows all see all keys: no causal mask."""
+    """Requests of up to 4 rows are moved to the decode kernel, which has no causal mask, so all rows see all keys."""
 
     capabilities = LEAN
 
@@ -132,7 +133,7 @@ class PromptRowsBehindTheTiles(PlannedBackend):
     executions="graph",
 )
 class GridDependsOnQoContents(PlannedBackend):
-    """The grid has the tiles of 16 rows of the captured requests; with another distribution of rows a replay needs
+    """The grid has the tiles of 16 rows of the captured requests, but a replay with another distribution of rows needs
     more."""
 
     capabilities = LEAN

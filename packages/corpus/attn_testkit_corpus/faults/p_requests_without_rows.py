@@ -43,7 +43,7 @@ class RequestsNumberedWithoutEmptyOnes(PlannedBackend):
     modes="extend",
 )
 class SearchStopsAtAnEqualOffset(PlannedBackend):
-    """The first row behind an empty request belongs to it, because both begin at the same offset."""
+    """The first row after an empty request is assigned to it, because both begin at the same offset."""
 
     capabilities = _OF_ROWS
 
@@ -64,7 +64,7 @@ class SearchStopsAtAnEqualOffset(PlannedBackend):
     executions="eager",
 )
 class TileDividedByTheRowsOfARequest(PlannedBackend):
-    """The plan asks how often the rows of each request fit into a tile of 64."""
+    """The plan divides a tile of 64 by the number of rows of each request."""
 
     capabilities = _OF_ROWS.with_changes(graph=())
 
@@ -81,7 +81,7 @@ class TileDividedByTheRowsOfARequest(PlannedBackend):
     modelled="upstream rows of an indexer, here of attention",
 )
 class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
-    """Up to 8 rows for each request that has any are taken for drafts, and divided by the number of all requests."""
+    """Up to 8 rows per nonempty request are treated as drafts, and divided by the number of all requests."""
 
     capabilities = _OF_ROWS.with_changes(graph=())
     width = 0
@@ -107,7 +107,8 @@ class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
     executions="eager",
 )
 class LastRowOfAnEmptyRequestIsThatOfTheOneBefore(StateParent):
-    """The state of a request is taken behind row cu_seqlens[i + 1] - 1, which another request has if it has none."""
+    """The state of a request is read after row cu_seqlens[i + 1] - 1, which belongs to another request if it has no
+    row."""
 
     capabilities = _OF_STATES
 

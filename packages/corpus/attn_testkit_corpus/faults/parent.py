@@ -2,8 +2,8 @@
 
 *Planning* runs before a capture and before every replay, outside the graph. It fills persistent buffers in place: page
 table, key lengths, query offsets, write slots, mask, and sizes of splits. *The kernel* reads only these buffers, not
-the batch; it splits the keys of a request, keeps partial results in a workspace that the constructor allocated, and
-combines them.
+the batch; it splits the keys of a request, stores partial results in a workspace from the constructor, and combines
+them.
 
 Every step of the two is one small method, so that a bug is one override.
 
@@ -359,7 +359,7 @@ class PlannedBackend(AttentionBackend):
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """The softmax of every split by itself, into ``acc`` and ``lse``. One that sees nothing gives 0 and -inf.
+        """The softmax of every split by itself, into ``acc`` and ``lse``. A split that sees no key gives 0 and -inf.
 
         ``logits`` [B, W, Hk, G, C], ``seen`` [B, S, W, C] bool, ``values`` [B, C, Hk, Dv], ``acc`` [B, S, W, Hq, Dv],
         ``lse`` [B, S, W, Hq]; all float32 but ``seen``.
@@ -388,7 +388,7 @@ class PlannedBackend(AttentionBackend):
 class CountingBackend(PlannedBackend):
     """Healthy parent with counters: the split that finishes last combines, and resets the counter.
 
-    Kernels do so to need no second launch. The counters must be zero at first use, and are left zero.
+    Kernels do so to avoid a second launch. The counters must be zero at first use, and are left zero.
     """
 
     def __init__(self, context: BackendContext) -> None:

@@ -1,4 +1,5 @@
-"""Rows of a pool by their addresses, and a right backend that reads them so: bugs compute addresses with 32 bits."""
+"""Rows of a pool by their addresses, and a right backend that reads them by address; bugs compute addresses with 32
+bits."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ def addresses_of(view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def reached(view: torch.Tensor, addresses: torch.Tensor) -> torch.Tensor:
-    """Rows [...] int64 of ``view`` at ``addresses`` [...]; what leaves it is taken modulo its rows."""
+    """Rows [...] int64 of ``view`` at ``addresses`` [...]; rows outside of it are taken modulo its rows."""
     return (addresses - view.data_ptr()) // (view.stride(0) * view.element_size()) % len(view)
 
 
 def without_carry(view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows [...] that are used for ``rows`` if an offset is added to the lower word of an address only."""
+    """Rows [...] that are used for ``rows`` if an offset is added only to the lower word of an address."""
     upper = view.data_ptr() & ~LOWER
     return reached(view, upper + (addresses_of(view, rows) & LOWER))
 

@@ -23,7 +23,7 @@ _CHECKS = ("log-sum-exp", "matches-oracle")
     slug="lse-in-base-2-where-e-is-declared",
 )
 class LseInBase2(SplitKVBackend):
-    """The log-sum-exp is the kernel's, in base 2, and the caller takes it for a natural one."""
+    """The log-sum-exp is in the kernel's base 2, but the caller treats it as a natural one."""
 
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse / math.log(2)
@@ -37,14 +37,14 @@ class LseInBase2(SplitKVBackend):
     slug="lse-natural-where-base-2-is-declared",
 )
 class LseNaturalForBase2(SplitKVBackend):
-    """The log-sum-exp is natural, from another kernel of the same package, and base 2 is declared."""
+    """The log-sum-exp is natural, from another kernel of the same package, but base 2 is declared."""
 
     capabilities = SplitKVBackend.capabilities.with_changes(lse=replace(NATURAL, base="2", merges=False))
 
 
 @fault("vLLM #22003", _CHECKS, "heads come before rows in its memory", modes=MODES)
 class LseHeadsBeforeRows(SplitKVBackend):
-    """The log-sum-exp is written head by head, and read as rows of heads."""
+    """The log-sum-exp is written head by head, but read as rows of heads."""
 
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.t().contiguous().view(lse.shape)
@@ -95,7 +95,7 @@ class EmptyPartOutputIsNan(SplitKVBackend):
     slug="empty-part-keeps-stale-statistics",
 )
 class EmptyPartKeepsStatistics(SplitKVBackend):
-    """The kernel skips requests without keys in a split, and their statistics are those of the split before."""
+    """The kernel skips requests without keys in a split, so their statistics are those of the split before."""
 
     before: torch.Tensor | None = None
 
@@ -123,7 +123,7 @@ class SinkInEveryPart(SplitKVBackend):
 
 @fault("general; kernels that apply sinks when they normalise", _CHECKS, "the sink is left out", modes=MODES)
 class SinkMissingFromLse(SplitKVBackend):
-    """The output is normalized with the sink, and the log-sum-exp lacks it."""
+    """The output is normalized with the sink, but the log-sum-exp does not include it."""
 
     def with_sinks(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return logits
@@ -131,7 +131,7 @@ class SinkMissingFromLse(SplitKVBackend):
 
 @fault("general", _CHECKS, "its logits are not scaled", modes=MODES)
 class LseOfUnscaledLogits(SplitKVBackend):
-    """The scale is applied only in the exponent, and the maximum that the log-sum-exp adds lacks it."""
+    """The scale is applied only in the exponent, and not to the maximum that the log-sum-exp adds."""
 
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if layer.logit_cap:
@@ -171,7 +171,7 @@ class LseRoundedToBf16(SplitKVBackend):
     modes=MODES,
 )
 class LseDtypeOfQ(SplitKVBackend):
-    """The log-sum-exp is allocated in q's dtype, and float32 is declared."""
+    """The log-sum-exp is allocated in q's dtype, but float32 is declared."""
 
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.bfloat16()
@@ -197,7 +197,7 @@ class PrefixPartHasNewRows(SplitKVBackend):
     slug="rank-by-token-where-pages-are-dealt",
 )
 class RankByToken(SplitKVBackend):
-    """Ranks have every R-th page, and the kernel attends every R-th token."""
+    """Ranks have every R-th page, but the kernel attends to every R-th token."""
 
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         self.part = replace(self.part, interleave=1)
@@ -275,7 +275,7 @@ class MergedLseIsTheLarger(SplitKVBackend):
 
 @fault("general; cp_kv_cache_interleave_size of vLLM", _CHECKS, modes=MODES)
 class KeysAreDealtOneByOne(SplitKVBackend):
-    """A rank attends every second key, but it has every second page."""
+    """A rank attends to every second key, but it has every second page."""
 
     capabilities = SplitKVBackend.capabilities.with_changes(page_sizes={1, 16})
 

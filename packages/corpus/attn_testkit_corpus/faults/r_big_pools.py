@@ -1,4 +1,4 @@
-"""Class R: places of states that are computed with too few bits, in large pools and across a multiple of 4 GiB."""
+"""Class R: addresses of states that are computed with too few bits, in large pools and across a multiple of 4 GiB."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .states import StateParent
     modelled="upstream a negative offset leaves the pool; here it is taken modulo the pool",
 )
 class OffsetOfASlotIn32Bits(StateParent):
-    """Slot times stride is a product of 32-bit integers, so that slots at the far end of the pool are others."""
+    """Slot times stride is a product of 32-bit integers, so slots at the far end of the pool wrap to others."""
 
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         states = self.pools(self.states.layers[0])[1]

@@ -53,7 +53,7 @@ class LayersWithAStateCountedOverAll(HybridParent):
 
 @fault("general", "replay-follows-batch", modes="decode target-verify", executions="graph")
 class ReplayPlansOneOfTwoBackends(HybridParent):
-    """The wrapper hands a replay on to the backend of states only: softmax layers read the plan of the capture."""
+    """The wrapper passes a replay on only to the backend of states, so softmax layers read the plan of the capture."""
 
     def planned(self, in_capture: bool) -> tuple[AttentionBackend, ...]:
         return super().planned(in_capture) if in_capture else (self.states,)
@@ -61,7 +61,7 @@ class ReplayPlansOneOfTwoBackends(HybridParent):
 
 @fault("general", "replay-follows-batch matches-oracle finite", modes="decode target-verify", executions="graph")
 class PlansOfTwoBackendsInOneBuffer(HybridParent):
-    """Both backends plan in the server's one buffer of integers per request: slots take the place of lengths."""
+    """Both backends plan in the server's one buffer of integers per request: slots overwrite lengths."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)

@@ -1,4 +1,4 @@
-"""Class R: tokens of long prompts, whose effect is not in the state afterwards."""
+"""Class R: tokens of long prompts whose effect is lost from the state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenLostBehindManyChunks(StateParent):
     modelled="upstream the block is not initialized; here it holds zeros",
 )
 class ChunkBeginsFromAnEmptyBlock(StateParent):
-    """A chunk that begins in a new block of the cache reads the state from it, and not from the block before."""
+    """A chunk that begins in a new block of the cache reads the state from it, not from the block before."""
 
     def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
         return torch.zeros_like(after) if token == 63 else after

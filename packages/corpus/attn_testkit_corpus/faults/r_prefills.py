@@ -1,4 +1,4 @@
-"""Seeded bugs of class R: prefills of recurrent states whose last tile, or whose grid, is larger than it may be."""
+"""Seeded bugs of class R: prefills of recurrent states whose last tile or grid is too large."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .states import StateParent
     modelled="upstream a kernel of Lightning; here the keys of the last tile are added with weights of 0",
 )
 class RowsBehindAPromptNotCleared(StateParent):
-    """Rows behind a prompt in its last tile of 64 are loaded, and count with weights of 0: 0 * NaN is NaN."""
+    """Rows after a prompt in its last tile of 64 are loaded and count with a weight of 0, but 0 * NaN is NaN."""
 
     tile = 64
 
@@ -39,7 +39,7 @@ class RowsBehindAPromptNotCleared(StateParent):
 
     @helper
     def rows_behind(self, mixed: torch.Tensor) -> torch.Tensor:
-        """[bs]: 0 times the sum of the rows that the last tile of each request has behind the request's."""
+        """[bs]: 0 times the sum of the rows in the last tile of each request that come after the request's."""
         elements = mixed.untyped_storage().nbytes() // mixed.dtype.itemsize - mixed.storage_offset()
         rows = min(len(mixed) + self.tile, (elements - mixed.shape[1]) // mixed.stride(0) + 1)
         memory = mixed.as_strided((rows, mixed.shape[1]), mixed.stride())
@@ -64,7 +64,7 @@ class RowsBehindAPromptNotCleared(StateParent):
     modelled="upstream a Triton kernel, whose launch fails; here the error is raised",
 )
 class GridOfRequestsAndValueHeads(StateParent):
-    """A prefill launches a block for each request and value head on an axis of a grid that holds 65,535."""
+    """A prefill launches a block for each request and value head on an axis of a grid that is limited to 65,535."""
 
     capabilities = StateParent.capabilities.with_changes(
         families={"gdn"}, head_dims={16}, eager={ForwardMode.DECODE, ForwardMode.EXTEND}, graph={ForwardMode.DECODE},

@@ -1,4 +1,4 @@
-"""Class R: requests that continue a state of a prefix cache, in a slot of their own."""
+"""Class R: requests that continue a state of a prefix cache in another slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .states_of_servers import SourcesParent
     modes="decode extend",
 )
 class ReadsTheSlotThatItWrites(SourcesParent):
-    """The state is read from the request's own slot, and not from that of the prefix cache."""
+    """The state is read from the request's own slot, not from that of the prefix cache."""
 
     def continued_slots(self, sources: torch.Tensor) -> torch.Tensor:
         return self.index
@@ -29,7 +29,7 @@ class ReadsTheSlotThatItWrites(SourcesParent):
     modes="decode extend",
 )
 class WritesTheSlotThatItReads(SourcesParent):
-    """The state is updated in place, so that the prefix cache has the state of another prompt."""
+    """The state is updated in place, so the prefix cache then holds the state of another prompt."""
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         super().store(pool, rows, self.sources)
@@ -60,7 +60,8 @@ class SourceCopiedBehindTheUpdate(SourcesParent):
 
 @fault("general", "state-matches-oracle conv-window-exact state-counts-tokens", modes="decode extend")
 class OneResultOfASharedSource(SourcesParent):
-    """Requests are grouped by the state which they continue, and all of a group get the result of the first."""
+    """Requests are grouped by the state which they continue, and all requests of a group get the result of the
+    first."""
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         alike = (self.sources[:, None] == self.sources[None]) & self.begun[:, None] & self.begun[None]
@@ -74,7 +75,7 @@ class OneResultOfASharedSource(SourcesParent):
     modes="extend",
 )
 class SnapshotOfTheFirstBoundary(SourcesParent):
-    """The prefix cache keeps the state behind the first chunk of a prompt under the length of the last boundary."""
+    """The prefix cache stores the state after the first chunk of a prompt under the length of the last boundary."""
 
     def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.clamp(max=16)
@@ -87,7 +88,7 @@ class SnapshotOfTheFirstBoundary(SourcesParent):
     executions="graph",
 )
 class SourcesOfTheCapture(SourcesParent):
-    """A graph reads the slots that were continued when it was captured: each request its own."""
+    """A graph reads the source slots of its capture, when each request continued its own state."""
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)

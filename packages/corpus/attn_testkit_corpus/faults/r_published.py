@@ -1,4 +1,4 @@
-"""Class R: published bugs of lengths and of batches without a request, as they were."""
+"""Class R: published bugs of lengths and of batches without requests, reproduced unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NODES = 4
     modelled=f"upstream a prompt of 1 + S tokens replays the graph of verifies; here one of {_NODES} stores nothing",
 )
 class PromptAsLongAsADraftNotStored(StateParent):
-    """A prompt with as many tokens as a draft has nodes is taken for one to verify, and its state is never written."""
+    """A prompt with as many tokens as a draft has nodes is treated as a draft, so its state is never written."""
 
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         live = super().stores(batch)
@@ -65,7 +65,7 @@ class IdleReplayWritesStaleWindows(StateParent):
     modelled="upstream the scratch held zeros; here it holds NaN",
 )
 class CommitsANodeThatWasNeverWritten(StateParent):
-    """The verify leaves out the last node of a draft, and a commit of it takes whatever the scratch holds."""
+    """The verify leaves out the last node of a draft, and a commit of that node copies old contents of the scratch."""
 
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         if token < self.most - 1:

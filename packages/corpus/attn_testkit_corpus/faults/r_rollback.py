@@ -1,4 +1,4 @@
-"""Class R: rejected nodes that are not taken back, with slots and by a commit, and copies for prefix caches."""
+"""Class R: rejected nodes that are not rolled back, with slots or by a commit, and copies for prefix caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .states_of_servers import SlotsParent, SnapshotsParent
 
 @fault("general (vLLM num_accepted_tokens)", "reads-own-state matches-oracle finite", modes="target-verify")
 class SlotOfTheCountBefore(SlotsParent):
-    """Accepted counts are copied after the metadata are made, so a step reads by the counts of the step before it."""
+    """Accepted counts are copied after the metadata are made, so a step uses the counts of the step before it."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -27,7 +27,7 @@ class SlotOfTheCountBefore(SlotsParent):
 
 @fault("general (vLLM num_accepted_tokens)", "reads-own-state matches-oracle finite", modes="target-verify")
 class AcceptedCountIsAnIndex(SlotsParent):
-    """The number of accepted nodes is the place of the slot that is read: one too far."""
+    """The number of accepted nodes is used as the index of the slot that is read, which is one too far."""
 
     def last_accepted(self, counts: torch.Tensor) -> torch.Tensor:
         return counts.long().clamp(max=self.lists.shape[1] - 1)
@@ -58,7 +58,7 @@ class StateStoredInTheSlotOfTheNodeBefore(SlotsParent):
     slug="padded-drafts-write-slot-0",
 )
 class PaddedDraftsWriteSlot0(SlotsParent):
-    """The null slot of a padded draft is taken for one to write."""
+    """The null slot of a padded draft is written."""
 
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones_like(super().stores(batch))
@@ -66,7 +66,7 @@ class PaddedDraftsWriteSlot0(SlotsParent):
 
 @fault("vLLM #56196 (a window stored in another block)", "conv-window-exact", "first slot", modes="target-verify")
 class WindowStoredWithEachNode(SlotsParent):
-    """The window behind a node is stored in the node's slot, too."""
+    """The window after a node is stored in the node's slot, too."""
 
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         super().note(layer, token, window, state)
@@ -76,7 +76,8 @@ class WindowStoredWithEachNode(SlotsParent):
 
 @fault("vLLM #53051", "state-matches-oracle conv-window-exact", "not stored", modes="target-verify")
 class PromptsAsLongAsADraftTakenForIt(SlotsParent):
-    """A prefill of which each request has as many rows as a draft is taken for a verify: no first slot is written."""
+    """A prefill in which each request has as many rows as a draft is treated as a verify, so no first slot is
+    written."""
 
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         found, speculates = super().stores(batch), ForwardMode.TARGET_VERIFY in self.context.modes
@@ -88,7 +89,8 @@ class PromptsAsLongAsADraftTakenForIt(SlotsParent):
 
 @fault("vLLM #52792", "writes-own-state reads-own-state matches-oracle", modes="target-verify")
 class FirstColumnOfSlotsReadAsContiguous(SlotsParent):
-    """A decode takes slot i of the flat table of slots, which has several for each request, for that of request i."""
+    """A decode uses slot i of the flat table of slots for request i, although the table has several slots per
+    request."""
 
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         table = self.states.req_to_state
@@ -105,7 +107,7 @@ class FirstColumnOfSlotsReadAsContiguous(SlotsParent):
     modes="target-verify",
 )
 class CommitsARejectedToken(StateParent):
-    """The node behind the last accepted one is committed."""
+    """The node after the last accepted one is committed."""
 
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         return torch.where(steps >= 0, steps + 1, steps).clamp(max=self.context.num_draft_tokens - 1).long()
@@ -134,7 +136,7 @@ class NoSnapshotsOnAnInstanceThatVerifies(SnapshotsParent):
 
 @fault("sglang #29973", "state-matches-oracle state-counts-tokens conv-window-exact", "prefix cache", modes="extend")
 class SnapshotOfTheWholePrompt(SnapshotsParent):
-    """The copy has the state at the end of the prompt, not that at the last boundary of a chunk."""
+    """The copy holds the state at the end of the prompt, not at the last chunk boundary."""
 
     def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.where(rows > 0, self.counts, rows)
@@ -147,7 +149,7 @@ class SnapshotOfTheWholePrompt(SnapshotsParent):
     modes="extend",
 )
 class SnapshotByTheGridOfTheBatch(SnapshotsParent):
-    """Chunks are counted from the first row of the batch, and not from that of the request."""
+    """Chunks are counted from the first row of the batch, not from that of the request."""
 
     def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
         first = self.counts.cumsum(0) - self.counts
@@ -157,7 +159,7 @@ class SnapshotByTheGridOfTheBatch(SnapshotsParent):
 
 @fault("general; sglang #29973", "conv-window-exact", "prefix cache", modes="extend")
 class SnapshotWithTheWindowOfTheEnd(SnapshotsParent):
-    """The copied state is that of the boundary, and the copied window that of the last inputs."""
+    """The copied state is that of the boundary, but the copied window holds the last inputs."""
 
     def copy(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         assert self.rows is not None
@@ -173,7 +175,7 @@ class SnapshotWithTheWindowOfTheEnd(SnapshotsParent):
     modes="target-verify",
 )
 class SnapshotOfTheLastAcceptedNode(SnapshotsParent):
-    """The copy has the state behind the last accepted node, and not that of the boundary before it."""
+    """The copy holds the state after the last accepted node, not that of the boundary before it."""
 
     def copied_nodes(self, nodes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         return torch.where(nodes >= 0, steps, nodes)

@@ -25,7 +25,7 @@ def _later_chunk(token: int, counts: torch.Tensor) -> torch.Tensor:
     modes="extend",
 )
 class ChunkBeginsWithAHalvedState(StateParent):
-    """The state that a chunk hands to the next one decays once more."""
+    """The state that a chunk passes to the next chunk decays once more."""
 
     def continued(self, token: int, window: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         window, state = super().continued(token, window, state)
@@ -70,7 +70,7 @@ class ChunkDecaysByItsFirstGate(StateParent):
     modes="extend",
 )
 class RowBeforeLeftOutOfAChunk(StateParent):
-    """A row of a chunk overwrites without the row right before it: the triangle begins at -2 in place of -1."""
+    """The update of a row in a chunk ignores the row right before it: the triangle begins at -2 instead of -1."""
 
     capabilities = StateParent.capabilities.with_changes(families={"gdn"})
     stored: torch.Tensor
@@ -103,7 +103,7 @@ class RowBeforeLeftOutOfAChunk(StateParent):
 @fault(
     "general (indices of slots that are shifted by a place)",
     "matches-oracle reads-own-state writes-own-state state-matches-oracle conv-window-exact finite",
-    "slots of the request before|state of the request before|slots and requests do not go together",
+    "slots of the request before|state of the request before|slots are paired with the wrong requests",
     modes="decode",
 )
 class SlotsOfTheRequestBefore(StateParent):

@@ -1,4 +1,4 @@
-"""Class R: recurrent states. Slots of others, fresh requests, windows, gates, tokens that are lost."""
+"""Class R: recurrent states: slots of others, fresh requests, windows, gates, lost tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .states import StateParent
     slug="padded-index-clamped-to-slot-0",
 )
 class PaddedIndexClampedToSlot0(StateParent):
-    """An index of -1 is clamped to 0, and the padded row stores its state in slot 0."""
+    """An index of -1 is clamped to 0, so the padded row stores its state in slot 0."""
 
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones_like(super().stores(batch))
@@ -55,7 +55,7 @@ class StaleRowsOfPadding(StateParent):
 
 @fault("vLLM #51562, #51483", "reads-own-state finite", "fresh", modes="extend")
 class FirstChunkOfOneTokenIsADecode(StateParent):
-    """A prompt of one token is taken for a decode, which reads the state of the slot's former owner."""
+    """A prompt of one token is treated as a decode, which reads the state of the slot's former owner."""
 
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         begun = super().begins(batch)
@@ -64,7 +64,7 @@ class FirstChunkOfOneTokenIsADecode(StateParent):
 
 @fault("tpu-inference #2431 (#2408)", "reads-own-state finite", "fresh", modes="extend")
 class InitialStateFlagIgnored(StateParent):
-    """has_initial_state is not looked at: a fresh request begins from what its slot holds."""
+    """has_initial_state is not read, so a fresh request begins from old contents of its slot."""
 
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones_like(super().begins(batch))
@@ -72,7 +72,7 @@ class InitialStateFlagIgnored(StateParent):
 
 @fault("vllm-metal #488", "reads-own-state finite", "fresh", modes="extend")
 class ResumedRequestKeepsItsState(StateParent):
-    """The window of a fresh request is cleared, and its recurrent state is not."""
+    """The window of a fresh request is cleared, but its recurrent state is not."""
 
     def loaded(self, pool: torch.Tensor, index: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
         if pool.dim() == 4:
@@ -97,7 +97,7 @@ class PrefixHitsBeginFromZeros(StateParent):
     modelled="upstream it is stored in the block that was read; here it is not stored",
 )
 class WindowOfAShortPromptNotMoved(StateParent):
-    """Fewer new tokens than the window has columns leave the window of before the step."""
+    """The window is not updated if there are fewer new tokens than the window has columns."""
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         if pool.dim() == 3:
@@ -116,7 +116,7 @@ class WindowNewestFirst(StateParent):
 
 @fault("general", "matches-oracle state-counts-tokens finite", modes="decode extend")
 class WindowOfTheNeighbour(StateParent):
-    """Windows are read in the order of places, and slots are not."""
+    """Windows are read by batch position, not by slot."""
 
     def loaded(self, pool: torch.Tensor, index: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
         if pool.dim() == 3:
@@ -132,7 +132,7 @@ class WindowOfTheNeighbour(StateParent):
     modelled="upstream the scratch of a verify; here the pool itself",
 )
 class PlaceTakenForSlot(StateParent):
-    """A kernel indexes the pool by the place of a request in the batch."""
+    """A kernel indexes the pool by the position of a request in the batch."""
 
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.arange(batch.batch_size, device=batch.seq_lens.device)
@@ -188,10 +188,11 @@ class SlotsOfTheCapture(StateParent):
     "sglang #33665; vLLM #20938",
     "writes-own-state finite matches-oracle",
     modes="decode extend",
-    modelled="upstream offsets overflow 32 bits; here slots lie apart, and the stride of a dense pool is used",
+    modelled="upstream offsets overflow 32 bits; here there are gaps between slots, and the stride of a dense pool is "
+    "used",
 )
 class StateStrideIsAProductOfTheShape(StateParent):
-    """A slot is addressed by the size of a state, and not by the stride of the pool."""
+    """A slot is addressed by the size of a state, not by the stride of the pool."""
 
     capabilities = StateParent.capabilities.with_changes(state=replace(StateParent.declared_state(), strided=True))
 
@@ -210,7 +211,7 @@ class StateStrideIsAProductOfTheShape(StateParent):
     modelled="the last token of a prompt of more than a chunk is not in the state; its output is right",
 )
 class LastTokenOfAPromptLost(StateParent):
-    """The state that is stored is that of before the last token, where the last chunk has a single one."""
+    """The stored state is the one before the last token if the last chunk has only this token."""
 
     def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
         last = (self.counts % 64 == 1) & (self.counts > 1) & (token == self.counts - 1)
@@ -234,7 +235,7 @@ class DecayOfAnotherHead(StateParent):
     modes="decode extend",
 )
 class ValueHeadsDealtOut(StateParent):
-    """Value head h uses key head h % Hk, and not h // (Hv / Hk)."""
+    """Value head h uses key head h % Hk, not h // (Hv / Hk)."""
 
     def for_value_heads(self, rows: torch.Tensor, layer: StateLayer) -> torch.Tensor:
         return rows.repeat(1, layer.v_heads // layer.k_heads, 1)
@@ -242,7 +243,7 @@ class ValueHeadsDealtOut(StateParent):
 
 @fault("general (a temporary in bf16)", "state-matches-oracle", modes="decode extend")
 class StateRoundedToTheModel(StateParent):
-    """A float32 state goes through a tensor of the model's dtype before it is stored."""
+    """A float32 state is converted to the model's dtype before it is stored."""
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         super().store(pool, rows.to(self.context.dtype).to(rows.dtype), index)
@@ -250,7 +251,7 @@ class StateRoundedToTheModel(StateParent):
 
 @fault("general", "matches-oracle", modes="decode extend")
 class OutputReadBeforeTheUpdate(StateParent):
-    """A row reads the state of before its own token."""
+    """A row reads the state before its own token."""
 
     def read(self, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return super().read(before, before, q)
@@ -263,7 +264,7 @@ class OutputReadBeforeTheUpdate(StateParent):
     modes="target-verify",
 )
 class VerifyWritesTheState(StateParent):
-    """The write-back of the recurrent kernel is not off in a verify."""
+    """The write-back of the recurrent kernel is not switched off in a verify."""
 
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         super().note(layer, token, window, state)
@@ -280,7 +281,7 @@ class AcceptedStatesNeverCommitted(StateParent):
 
 @fault("mlx-swift-lm #218; vLLM #40738 (#39273)", "conv-window-exact", modes="target-verify")
 class RollsBackStatesAndNotWindows(StateParent):
-    """The window behind the whole draft stays, whatever was accepted."""
+    """The window after the whole draft is kept, whatever was accepted."""
 
     def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
         last = torch.where(steps >= 0, scratch.shape[1] - 1, steps)
@@ -289,7 +290,7 @@ class RollsBackStatesAndNotWindows(StateParent):
 
 @fault("general", "state-matches-oracle state-counts-tokens conv-window-exact", modes="target-verify")
 class CommitsTheWholeDraft(StateParent):
-    """The state behind the last node is committed, rejected nodes included."""
+    """The state after the last node is committed, rejected nodes included."""
 
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         return torch.where(steps >= 0, self.context.num_draft_tokens - 1, steps.long())
@@ -302,7 +303,7 @@ class CommitsTheWholeDraft(StateParent):
     modelled="upstream the step is one that was never written; here it is the one before",
 )
 class CommitsANodeTooFew(StateParent):
-    """The number of accepted drafts is taken for the number of the node, and the root is not counted."""
+    """The number of accepted drafts is used as the index of the node, without the root."""
 
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         return steps.long() - 1
@@ -310,7 +311,7 @@ class CommitsANodeTooFew(StateParent):
 
 @fault("sglang #26829", "state-matches-oracle state-counts-tokens conv-window-exact", modes="target-verify")
 class ScratchIndexedBySlot(StateParent):
-    """The verify writes the scratch by place, and the commit reads it by slot."""
+    """The verify writes the scratch by batch position, but the commit reads it by slot."""
 
     def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
         super().accept(pool, scratch[index.clamp(min=0) % len(scratch)], steps, index)
@@ -320,7 +321,7 @@ class ScratchIndexedBySlot(StateParent):
     "tokenspeed #700", "writes-own-state", modes="target-verify", executions="graph", slug="padded-commits-reach-slot-0"
 )
 class PaddedCommitsReachSlot0(StateParent):
-    """A commit takes -1 of a padded request for node 0, and its index of -1 for slot 0."""
+    """A commit reads -1 of a padded request as node 0, and its index of -1 as slot 0."""
 
     def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
         place = torch.arange(len(steps), device=steps.device)

@@ -1,4 +1,4 @@
-"""Class R: drafts that branch. The state and the window of a node's parent, and the node that is committed."""
+"""Class R: drafts that branch: the state and the window of a node's parent, and the committed node."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TreeTakenForAChain(TreesParent):
     modes="target-verify",
 )
 class WindowOfTheParentLost(TreesParent):
-    """States follow the parents of nodes, and the convolution reads the rows before."""
+    """States follow the parents of nodes, but the convolution reads the rows before."""
 
     def of_node(self, part: int, node: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         return super().of_node(part, node, last) if part else last
@@ -66,7 +66,7 @@ class LinksOfTheCapture(TreesParent):
     modes="target-verify",
 )
 class CommitsByDepth(TreesParent):
-    """The number of accepted nodes is taken for the number of the last one, which holds for chains."""
+    """The number of accepted nodes is used as the index of the last one, which is right only for chains."""
 
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         steps = steps.long()

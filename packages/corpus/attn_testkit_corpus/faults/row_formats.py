@@ -1,4 +1,4 @@
-"""The healthy parent over KV pools of row formats. It reads planes by its own arithmetic."""
+"""The healthy parent for KV pools of row formats. It reads planes by its own arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class RowFormatsBackend(PlannedBackend):
-    """Healthy parent: numbers and scales are gathered from their planes, wherever these lie."""
+    """Healthy parent: numbers and scales are gathered from their planes, wherever these are stored."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
         dtypes={"bf16"}, kv_dtypes={"same", *ROW_FORMATS} - LATENT_FORMATS, server={"takes_unused_scales": True}
@@ -80,7 +80,7 @@ class RowFormatsBackend(PlannedBackend):
         return read_at(plane, self.at(slots))
 
     def scales_from(self, part: int) -> int:
-        """The part, K (0) or V (1), that has the scales of a part."""
+        """The part, K (0) or V (1), whose scales are used for a part."""
         return part
 
     def head_scales(self, part: int, layer: AttentionLayer) -> torch.Tensor | None:

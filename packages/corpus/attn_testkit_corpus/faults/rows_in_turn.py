@@ -1,4 +1,4 @@
-"""A Triton kernel whose programs take places from a counter. Imported only by the classes that run it."""
+"""A Triton kernel whose programs draw places from a counter. Imported only by the classes that run it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ def _copy(source, target, counter, width, own: tl.constexpr, TILE: tl.constexpr)
 
 
 def copied_in_turn(tensor: torch.Tensor, *, own: bool) -> torch.Tensor:
-    """Copy rows to other memory; each program takes the next place of a counter.
-
-    ``own``: it copies the row of that place. If not, it copies the row of its own number there, which is right only if
-    programs come in the order of their numbers.
+    """Copy rows to other memory; each program draws the next place from a counter. ``own``: it copies the row of that
+    place. Otherwise it copies the row of its own number there, which is right only if programs run in order.
     """
     source = tensor.contiguous()
     target, width = torch.empty_like(source), source[:1].numel()

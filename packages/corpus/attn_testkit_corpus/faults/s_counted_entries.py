@@ -1,4 +1,4 @@
-"""Class S, entries without a key: they count in some requests only, or they count in the denominator only."""
+"""Class S, entries without a key, which count only in some requests, or only in the denominator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoKeyIsKeyZeroInLongRequests(SparseParent):
 
 @fault("general (lanes that are loaded as zeros and not masked)", "matches-oracle", "still count in the denominator")
 class ZerosCountInTheDenominator(SparseParent):
-    """Each entry of -1 loads zeros, and its exp(0) is in the denominator."""
+    """Each entry of -1 loads zeros, and its exp(0) is added to the denominator."""
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None

@@ -1,4 +1,4 @@
-"""Class S: indexers of sparse attention. Index keys in the wrong bytes, wrong scores, and wrong selections."""
+"""Class S: indexers of sparse attention: index keys in the wrong bytes, wrong scores, and wrong selections."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _PAGE_BYTES = 64 * 132
 
 
 def _page_in_32_bits(page: torch.Tensor, pages: int) -> torch.Tensor:
-    """Pages that are addressed instead of ``page`` if the byte at which one begins has 32 bits."""
+    """Pages that are addressed instead of ``page`` if byte offsets of pages have 32 bits."""
     return (page.to(torch.int32) * _PAGE_BYTES).long().div(_PAGE_BYTES, rounding_mode="floor") % pages
 
 
 @fault("ROCm/ATOM #1466", _STORED, "layers share a view of scales", modes=INDEX_MODES)
 class IndexScalesOfFirstLayer(IndexerParent):
-    """The view of scales has an offset into the whole memory, without that of its layer, so all layers share one."""
+    """The view of scales has an offset into the whole memory, without the offset of its layer, so all layers share one
+    view."""
 
     def scale_plane(self, layer_id: int) -> torch.Tensor:
         assert self.context.index_pool is not None
@@ -46,7 +47,7 @@ class IndexScalesOfFirstLayerRead(IndexerParent):
 
 @fault("1CatAI/1Cat-vLLM #250", _STORED, "written token by token", modes=INDEX_MODES)
 class IndexPageWrittenByToken(IndexerParent):
-    """A key is stored with its scale behind it, as rows of 132 bytes."""
+    """A key is stored with its scale right after it, in rows of 132 bytes."""
 
     def put(
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
@@ -58,7 +59,7 @@ class IndexPageWrittenByToken(IndexerParent):
 
 @fault("1CatAI/1Cat-vLLM #250; vLLM #50576", _BEST, "read token by token", modes=INDEX_MODES)
 class IndexPageReadByToken(IndexerParent):
-    """A key is read at 132 times its place in the page, and four FP8 numbers are taken for its scale."""
+    """A key is read at 132 times its place in the page, and four FP8 numbers are read as its scale."""
 
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.context.index_pool is not None
@@ -100,7 +101,7 @@ class IndexerTopkAndLengthExchanged(IndexerParent):
 
 @fault("tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2", (_FORM, "reads-own-kv", "matches-oracle"), modes=INDEX_MODES)
 class IndexerStaleBehindTheCount(IndexerParent):
-    """The output is a buffer that lasts, and a row fills only as many columns as it has keys."""
+    """The output is a persistent buffer, and a row fills only as many columns as it has keys."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -119,10 +120,10 @@ class IndexerStaleBehindTheCount(IndexerParent):
     _STORED,
     modes=INDEX_MODES,
     executions="graph",
-    modelled="upstream the padded rows have the slots of an earlier step; here those behind the first live row's",
+    modelled="upstream the padded rows have the slots of an earlier step; here the slots after the first live row's",
 )
 class IndexKeysOfPaddingStored(IndexerParent):
-    """Padded rows are stored too, in a slot that is not theirs."""
+    """Padded rows are stored too, in a slot that they do not own."""
 
     def pool_slots(self, plan: KernelPlan) -> torch.Tensor:
         slots = super().pool_slots(plan)
@@ -138,7 +139,7 @@ class IndexKeysOfPaddingStored(IndexerParent):
     modelled="upstream padded rows shift the lengths; here each row has the length of the row before it",
 )
 class IndexerRowsAndLengthsDiffer(IndexerParent):
-    """Scores and lengths have different numbers of rows, so a row has the length of another."""
+    """Scores and lengths have different numbers of rows, so a row uses the length of another."""
 
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().lengths(rows, plan).roll(1)
@@ -167,7 +168,8 @@ class IndexerLengthOfTheCapture(IndexerParent):
     modelled="here the next operation clears the memory, where upstream another subsystem writes it",
 )
 class SelectionBufferOfAllLayers(IndexerParent):
-    """The selection lies in scratch memory, which the attention of the same layer clears before it reads it."""
+    """The selection is in scratch memory, which the attention of the same layer clears before it reads the
+    selection."""
 
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return torch.where(torch.arange(selected.shape[1], device=selected.device) < 1, selected, -1)
@@ -207,7 +209,7 @@ class IndexerKeyScaleDropped(IndexerParent):
     modelled="upstream the width is the number of blocks; here that of the longest request of an eager step",
 )
 class SelectionClippedToTheKeys(IndexerParent):
-    """The result has as many columns as the longest request has keys, where these are fewer than topk."""
+    """The result has only as many columns as the longest request has keys if those are fewer than topk."""
 
     def select(
         self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
@@ -223,7 +225,8 @@ class SelectionClippedToTheKeys(IndexerParent):
     modelled="upstream such layers select by themselves; here they keep their own selection",
 )
 class SelectionReusedFromTheStepBefore(IndexerParent):
-    """A layer that uses the selection of the layer before it keeps a copy, and attends that of the step before."""
+    """A layer that uses the selection of the layer before it keeps a copy, and attends to the keys of the step
+    before."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -240,7 +243,7 @@ class SelectionReusedFromTheStepBefore(IndexerParent):
 
 @fault("general; ROCm/ATOM #809 (an argument of another layout)", _BEST, modes=INDEX_MODES)
 class IndexerGatesWithoutSign(IndexerParent):
-    """The weights of the heads are taken to be positive, as those of a softmax."""
+    """The weights of the heads are assumed to be positive, like weights of a softmax."""
 
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().scored(q, weights.abs(), plan)
@@ -275,7 +278,7 @@ class IndexScaleNotAPowerOfTwo(IndexerParent):
     modes=INDEX_MODES,
 )
 class SelectionOfTheLayerBefore(IndexerParent):
-    """Queries and index keys are those of the layer before."""
+    """Queries and index keys come from the layer before."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -295,7 +298,7 @@ class SelectionOfTheLayerBefore(IndexerParent):
     modes=INDEX_MODES,
 )
 class FusedIndexerScoresAreZero(FusedIndexer):
-    """All scores are 0 in a fused kernel, and the first keys are attended."""
+    """All scores are 0 in a fused kernel, so the first keys are attended to."""
 
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
@@ -310,7 +313,7 @@ class FusedIndexerScoresAreZero(FusedIndexer):
     modelled="upstream a race; here the store always comes too late",
 )
 class FusedIndexerStoresAfterItReads(FusedIndexer):
-    """The keys of the step are stored when the scores are computed, and compete only in the next step."""
+    """The keys of the step are stored after the scores are computed, so they compete only in the next step."""
 
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return plan.prefix_lens[self.request_of_row(rows, plan)].clamp(min=1).long()
@@ -390,7 +393,7 @@ class IndexerTiesByArrival(IndexerParent):
 
 @fault("sglang #30645", _FORM, modes="decode extend", slug="indexer-keeps-1024-ties")
 class IndexerKeeps1024Ties(IndexerParent):
-    """Top-k keeps at most 1,024 keys that tie at the threshold, and the rest of the row is -1."""
+    """Top-k keeps at most 1,024 keys that tie at the threshold; the rest of the row is -1."""
 
     capabilities = IndexerParent.capabilities.with_changes(
         eager={"decode", "extend"}, graph={"decode", "extend"}, sparse=Sparse(topk={2048}, indexer=Indexer(heads={4}))
@@ -413,7 +416,7 @@ class IndexerKeeps1024Ties(IndexerParent):
     modelled="upstream one column is missing; here those of the drafts are",
 )
 class IndexerTableOfTheContext(IndexerOfPrefixes):
-    """Page tables are repeated for each row in a buffer as wide as the context, and the request table is wider."""
+    """Page tables are repeated for each row in a buffer as wide as the context, but the request table is wider."""
 
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         page = self.context.page_size
@@ -429,7 +432,7 @@ class IndexerTableOfTheContext(IndexerOfPrefixes):
     modes="target-verify draft-extend-v2",
 )
 class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
-    """Keys behind the context, which are those of drafts, have no score and are never selected."""
+    """Keys after the context, which belong to drafts, have no score and are never selected."""
 
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().lengths(rows, plan).clamp(max=self.context.max_context_len)
@@ -459,7 +462,7 @@ class IndexerRowsBehind2GiB(IndexerParent):
     slug="indexer-bin-of-4096",
 )
 class IndexerBinOf4096(IndexerKeeps1024Ties):
-    """The bin of the threshold, of 8 bits of a half, keeps its first 4,096 keys; better ones behind them are lost."""
+    """The bin of the threshold (8 bits of a half) keeps its first 4,096 keys; later keys are lost, even better ones."""
 
     KEPT = 4096
 

@@ -1,4 +1,5 @@
-"""Class S: packed rows of FP8 numbers, scales and an unscaled rope part. Scales of other tiles, rows and bytes."""
+"""Class S: packed rows of FP8 numbers, scales and an unscaled rope part, read with scales of other tiles, rows or
+bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .sparse import PackedRowsParent
 
 @fault("general; flashinfer #5015 (per-tile scales of a packed row)", "matches-oracle", "for the tile before its own")
 class ScaleOfTheNextTile(PackedRowsParent):
-    """Each tile of 128 numbers is multiplied by the scale of the tile behind it."""
+    """Each tile of 128 numbers is multiplied by the scale of the next tile."""
 
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return scales[slot].roll(-1, -1)
@@ -52,7 +53,7 @@ class ScalesRoundedToAPowerOfTwo(PackedRowsParent):
     modelled="upstream the row is then too short; here only the kernel takes its bytes for FP8 numbers",
 )
 class RopeReadAsFP8(PackedRowsParent):
-    """The rope part is read as FP8 numbers behind the scales, as the latent part is."""
+    """The rope part is read as FP8 numbers after the scales, like the latent part."""
 
     def rope(self, rows: torch.Tensor, first: int) -> torch.Tensor:
         width = (rows.shape[-1] - first) // 2

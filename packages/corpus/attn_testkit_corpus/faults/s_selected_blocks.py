@@ -1,4 +1,4 @@
-"""Class S, blocks: what an index of a block means, where the last block ends, and what -1 is."""
+"""Class S, blocks: the meaning of a block index, the end of the last block, and the meaning of -1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sparse import SparseBlocks
     "numbers of blocks are multiplied by another number",
 )
 class BlockTakenForItsFirstKey(SparseBlocks):
-    """The number of a block is used as the place of its first key."""
+    """The number of a block is used as the position of its first key."""
 
     def keys_of(self, selected: torch.Tensor) -> torch.Tensor:
         return selected[..., None].long() + torch.arange(self.block, device=selected.device)
@@ -28,7 +28,7 @@ class BlockTakenForItsFirstKey(SparseBlocks):
     modelled="upstream the tail is zeros or padding; here it is what the request table holds",
 )
 class OwnBlockNotCutOff(SparseBlocks):
-    """All keys of the row's own block are attended, also those behind the row."""
+    """All keys of the row's own block are attended to, including those after the row."""
 
     def clipped(self, there: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return there
@@ -40,7 +40,7 @@ class OwnBlockNotCutOff(SparseBlocks):
     "loaded as block 0",
 )
 class BlockZeroForMinusOne(SparseBlocks):
-    """An index of -1 is clamped to block 0, and the block is attended once more for each."""
+    """An index of -1 is clamped to block 0, which is attended to once more for each."""
 
     def is_block(self, selected: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(selected, dtype=torch.bool)
@@ -67,7 +67,7 @@ class OwnBlockLeftOut(SparseBlocks):
     "numbers of blocks are multiplied by another number",
 )
 class BlocksOfAnotherSize(SparseBlocks):
-    """The kernel has blocks half as large as those that were selected."""
+    """The kernel's blocks are half as large as the selected ones."""
 
     def keys_of(self, selected: torch.Tensor) -> torch.Tensor:
         half = self.block // 2

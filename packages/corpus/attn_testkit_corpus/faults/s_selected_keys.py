@@ -1,4 +1,4 @@
-"""Class S: sparse attention. The wrong keys, keys of another row, layer or step, and -1 taken for a key."""
+"""Class S: sparse attention: wrong keys, keys of another row, layer or step, and -1 used as a key."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class PositionsTakenForSlots(SparseParent):
     modes="decode target-verify draft-extend draft-extend-v2 extend",
 )
 class SlotsTakenForPositions(SparseParent):
-    """The page table is read again: an index that is a slot is used as a position, and dropped behind the length."""
+    """The page table is read again: an index that is a slot is used as a position, and dropped if it exceeds the
+    length."""
 
     capabilities = SparseParent.capabilities.with_changes(
         eager=set(_ALL) - {ForwardMode.DRAFT_DECODE},
@@ -110,7 +111,7 @@ class SlotsTakenForPositions(SparseParent):
     "as many entries as it may see keys|not clipped to top-k",
 )
 class LengthsNotClippedToTopK(SparseParent):
-    """A row walks as many indices as it may see keys, so those of the next rows are attended too."""
+    """A row reads as many indices as it may see keys, so those of the next rows are attended to as well."""
 
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         step = torch.arange(self.context.max_context_len, device=selected.device)
@@ -122,10 +123,10 @@ class LengthsNotClippedToTopK(SparseParent):
 @fault(
     "flashinfer #5095 (#5075)",
     "matches-oracle finite reads-own-kv",
-    modelled="upstream lanes behind topk_length hold what lies there; here -1 is taken for the first key",
+    modelled="upstream lanes after topk_length hold what is there; here -1 is used as the first key",
 )
 class CountOfKeysFromLengths(SparseParent):
-    """A row is taken to have min(topk, length) keys, whatever -1 says."""
+    """A row is assumed to have min(topk, length) keys, although some entries are -1."""
 
     capabilities = _NO_HOLES
 
@@ -144,7 +145,7 @@ class FirstHoleEndsTheRow(SparseParent):
 
 @fault("general; DeepGEMM's and FlashInfer's top-k are not sorted", "matches-oracle", "largest index")
 class SortedSelectionAssumed(SparseParent):
-    """The loop stops behind the largest index, as if indices were ascending."""
+    """The loop stops after the largest index, as if indices were ascending."""
 
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         largest = selected.argmax(1, keepdim=True)
@@ -155,7 +156,7 @@ class SortedSelectionAssumed(SparseParent):
     "flashinfer #5095", "matches-oracle", "only the first 48 of 64", modelled="upstream a tile has 64 lanes, here 48"
 )
 class LastTileOfSelectionLost(SparseParent):
-    """The number of tiles is rounded down, so what is behind the last whole tile is not attended."""
+    """The number of tiles is rounded down, so keys after the last whole tile are not attended to."""
 
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         whole = selected.shape[1] // 48 * 48 or selected.shape[1]
@@ -164,7 +165,8 @@ class LastTileOfSelectionLost(SparseParent):
 
 @fault("tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2", "matches-oracle finite steps-independent reads-own-kv")
 class StaleIndicesBehindTheCount(SparseParent):
-    """A buffer of indices is made once; a row overwrites as many as it has, and attends what was there behind them."""
+    """A buffer of indices is made once; a row overwrites only its own entries, and also attends to the stale entries
+    after them."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -196,7 +198,7 @@ class UnselectedKeysMultipliedByZero(SparseParent):
     "vLLM #51538; sglang (a kernel that is given slot 0 in place of -1)", "reads-own-kv", "with zeros instead of NaN"
 )
 class MinusOneClampedToSlotZero(SparseParent):
-    """An index of -1 reads slot 0 and multiplies its value by a weight of 0, and slot 0 holds NaN."""
+    """An index of -1 reads slot 0, which holds NaN, and multiplies its value by a weight of 0."""
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None

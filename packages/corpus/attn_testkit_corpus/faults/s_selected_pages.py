@@ -1,4 +1,4 @@
-"""Class S: sparse attention in pools and batches of servers. Strides of pages, and lengths of padded requests."""
+"""Class S: sparse attention in pools and batches of servers: strides of pages, and lengths of padded requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sparse import SparseOfVLLM, SparseOfWidePages
     modelled="upstream TMA rows of a sparse MLA kernel; here the address of a slot is its number times the width",
 )
 class PageStridesOfSelectedKeysIgnored(SparseOfWidePages):
-    """A slot is looked for at its number times the width of a row, and pages of the pool are farther apart."""
+    """A slot is addressed by its number times the width of a row, although pages of the pool are farther apart."""
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         tight = [each.as_strided(each.shape, [math.prod(each.shape[n + 1 :]) for n in range(4)]) for each in kv]

@@ -1,4 +1,4 @@
-"""Class S, rows and heads: which row has which selection, how many keys it has, and which heads read them."""
+"""Class S, rows and heads: the selection of a row, its number of keys, and the heads that read them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SelectionsAlignedWithTheLastRows(SparseWithSums):
     modes=_WITH_PADDING,
 )
 class SelectionsAssumedForAllRows(SparseWithSums):
-    """The backend assumes a selection for each row of q, and declares that there may be fewer."""
+    """The backend assumes a selection for each row of q, but declares that there may be fewer."""
 
     def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
         return selected
@@ -42,7 +42,7 @@ class SelectionsAssumedForAllRows(SparseWithSums):
 
 @fault("vLLM #54541; FlashMLA (log-sum-exps of rows without a valid index)", "log-sum-exp", modes=_WITH_PADDING)
 class LseOfARowWithoutKeysIsPlusInf(SparseWithSums):
-    """A row that selects no key returns +inf, and a merge gives it all the weight."""
+    """A row that selects no key returns +inf, so a merge gives it all the weight."""
 
     def lse_without_keys(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.abs().where(lse == -torch.inf, lse)
@@ -65,7 +65,7 @@ class TopKOfOneIsDense(SparseParent):
 
 @fault("surogate #110", "reads-own-kv matches-oracle finite", modes=_SEVERAL_ROWS)
 class BatchOffsetAddedTwice(SparseParent):
-    """The first row of a request is in the offset of its selection already, and is added again."""
+    """The offset of a selection already includes the first row of its request, which is added again."""
 
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         row = torch.arange(len(selected), device=selected.device)
@@ -77,7 +77,7 @@ class BatchOffsetAddedTwice(SparseParent):
     "FastVideo #1719", "matches-oracle finite", modelled="upstream blocks of queries and of keys; here rows and keys"
 )
 class CountOfKeysOfThePair(SparseParent):
-    """The count of keys is read once for two adjacent rows: it is that of the even one."""
+    """The count of keys is read once for two adjacent rows: the count of the even row is used for both."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
 
@@ -104,7 +104,7 @@ class CountOfKeysFromRunningSums(SparseParent):
 
 @fault("Primus-Turbo #417", "finite")
 class NanWhereTheFirstTileHasNoKey(SparseParent):
-    """The maximum of the first two columns is kept as a bound: exp(logit - -inf) if both are -1."""
+    """The maximum of the first two columns is used as a bound: exp(logit - -inf) if both are -1."""
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
@@ -151,7 +151,7 @@ class SelectedKeysOfTheWrongKvHead(GroupedSparse):
 @fault(
     "LMCache #3092",
     "matches-oracle",
-    modelled="upstream heads behind the last KV head read other memory; here they read the last one",
+    modelled="upstream heads after the last KV head read other memory; here they read the last one",
 )
 class QueryHeadTakenForKvHead(GroupedSparse):
     """A query head reads the KV head of its own number."""
@@ -166,7 +166,7 @@ class QueryHeadTakenForKvHead(GroupedSparse):
     modelled="upstream partial results of graphs; here the output of graphs and of eager steps",
 )
 class HeadsFromTheEighthOnAreNotStored(GroupedSparse):
-    """The epilogue writes eight heads of a group, and the others keep what the buffer held."""
+    """The epilogue writes eight heads of a group; the others keep the buffer's old contents."""
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         found = super().run(q, kv, plan)
@@ -179,7 +179,7 @@ class HeadsFromTheEighthOnAreNotStored(GroupedSparse):
     "vLLM #42072; general (kernels whose tile is as wide as the selection once was)",
     "matches-oracle",
     "only the first 1024 of 2048",
-    modelled="upstream another width is refused or slow; here what is behind 1,024 columns is not attended",
+    modelled="upstream another width is refused or slow; here columns past 1,024 are not attended to",
 )
 class HalfOfAWideSelection(SparseParent):
     """One tile has 1,024 columns, and a selection of 2,048 has two."""

@@ -40,7 +40,7 @@ _FINEST, _STEP = 2.0**-30, 2.0**0.25
 _LONG = 1000
 """Cases of more keys than this run only with one-hot values and with codes: see ``catalogue/tiers.py``."""
 _ANY_LENGTHS = (*LENGTHS, 66_000)
-"""Lengths for a key in the middle, which one-hot values watch only in short requests."""
+"""Lengths for a key in the middle, which one-hot values observe only in short requests."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The parent of faults of sparse attention: gather by row, with a hook for each thing that can go wrong."""
+"""The parent of faults of sparse attention: gather by row, with a hook for each step that can go wrong."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _TILE = 128
 
 
 class SparseParent(KernelBackend):
-    """A right backend with few capabilities: ``prepared`` gives the indices, ``is_key`` says which of them count.
-
-    It shares no line with the adapters: a mistake there would otherwise be one of every seeded bug.
+    """A right backend with few capabilities: ``prepared`` returns the indices, ``is_key`` which of them count. It
+    shares no code with the adapters: otherwise a mistake there would be in every seeded bug.
     """
 
     capabilities = Capabilities(
@@ -74,7 +73,7 @@ class SparseParent(KernelBackend):
 
 
 class UnionOfRows(SparseParent):
-    """Two rows gather the keys of both, and the keys of the other one have the weight 0, as SGLang's ``union=2``."""
+    """Two rows gather the keys of both, and keys of the other row have a weight of 0, as in SGLang's ``union=2``."""
 
     # A padded row of a draft may have the keys of a later forward, which are not stored yet.
     capabilities = SparseParent.capabilities.with_changes(
@@ -106,11 +105,11 @@ class SparseWithSums(SparseParent):
     )
 
     def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, topk]: rows behind the last selection belong to no request, and select no key."""
+        """[rows, topk]: rows after the last selection belong to no request, and select no key."""
         return torch.nn.functional.pad(selected, (0, 0, 0, rows - len(selected)), value=-1)
 
     def lse_without_keys(self, lse: torch.Tensor) -> torch.Tensor:
-        """[T, Hq]: what is returned where no key is selected."""
+        """[T, Hq]: the log-sum-exp of rows that select no key."""
         return lse
 
     @override

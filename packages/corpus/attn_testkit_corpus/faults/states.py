@@ -1,4 +1,4 @@
-"""The parent of faults of recurrent states: token by token, with a hook for each thing that can go wrong."""
+"""The parent of faults of recurrent states: token by token, with a hook for each step that can go wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_V
 class StateParent(StateBackend):
     """A right backend of GDN and Mamba2 with few capabilities.
 
-    It shares no line with the adapters: a mistake there would otherwise be one of every seeded bug.
+    It shares no code with the adapters: otherwise a mistake there would be in every seeded bug.
     """
 
     capabilities = Capabilities(
@@ -83,7 +83,7 @@ class StateParent(StateBackend):
         return self.states.pool.conv(layer.layer_id), self.states.pool.temporal(layer.layer_id)
 
     def loaded(self, pool: torch.Tensor, index: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
-        """[bs, ...]: what requests have; zeros for fresh ones."""
+        """[bs, ...]: present values of requests; zeros for fresh ones."""
         return pool[index].masked_fill(~begun.view(-1, *[1] * (pool.dim() - 1)), 0.0)
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
@@ -131,11 +131,11 @@ class StateParent(StateBackend):
         return self.loaded(conv, self.index, self.begun), self.loaded(temporal, self.index, self.begun)
 
     def continued(self, token: int, window: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows and states that token number ``token`` of each request continues: those behind the one before."""
+        """Windows and states that token number ``token`` of each request continues: those after the token before."""
         return window, state
 
     def copy(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
-        """Copy window and state behind token number ``token`` of each request to other slots. Nothing here."""
+        """Copy window and state after token number ``token`` of each request to other slots; here nothing."""
 
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         """Write window and state after node ``token`` of each draft to the scratch."""
@@ -143,7 +143,7 @@ class StateParent(StateBackend):
         windows[: len(window), token], states[: len(state), token] = window, state.to(states.dtype)
 
     def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] behind each node."""
+        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] after each node."""
         return self.states.pool.scratch(layer.layer_id)
 
     @override
@@ -204,7 +204,7 @@ class StateParent(StateBackend):
     def gates(
         self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decay and factor of what is stored, [bs, Hv, 1] each, of ``a`` and ``b`` in float32."""
+        """Decay and factor of the stored update, [bs, Hv, 1] each, of ``a`` and ``b`` in float32."""
         assert a is not None
         assert layer.A_log is not None
         assert layer.dt_bias is not None

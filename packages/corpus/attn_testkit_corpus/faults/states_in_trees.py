@@ -81,6 +81,6 @@ class TreesParent(StateParent):
         return self.of_node(0, self.parents[:, token], window), self.of_node(1, self.parents[:, token], state)
 
     def of_node(self, part: int, node: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """[bs, ...]: windows (part 0) or states (1) behind ``node`` [bs]; ``last`` is behind the node before."""
+        """[bs, ...]: windows (part 0) or states (1) after ``node`` [bs]; ``last`` is the one after the node before."""
         every = torch.stack([each[part] for each in self.behind], 1)
         return every[torch.arange(len(node), device=node.device), node]

@@ -77,7 +77,7 @@ class SlotsParent(StateParent):
 
     @override
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
-        """Write the state after node ``token`` to its slot, and the window behind it to its columns."""
+        """Write the state after node ``token`` to its slot, and the window after the node to its columns."""
         conv, temporal = self.pools(layer)
         self.store(temporal, state, self.slot_of(token))
         self.store(conv[..., token : token + window.shape[-1]], window, self.index)
@@ -138,7 +138,7 @@ class SnapshotsParent(StateParent):
 
 
 class SourcesParent(SnapshotsParent):
-    """A right backend that reads the state of a request from another slot than it writes, as FlashInfer can."""
+    """A right backend that reads the state of a request from a different slot than it writes, as FlashInfer can."""
 
     capabilities = SnapshotsParent.capabilities.with_changes(
         eager={ForwardMode.DECODE, ForwardMode.EXTEND},

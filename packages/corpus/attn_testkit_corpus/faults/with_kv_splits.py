@@ -1,4 +1,4 @@
-"""A healthy parent that attends KV splits, for bugs of log-sum-exps and of merging.
+"""A healthy parent that attends to KV splits, for bugs of log-sum-exps and of merging.
 
 Each property of a split is one small method: its keys, its sinks, its logits, its sum, and the form in which the
 log-sum-exp is returned. Shapes as in ``dense.py``.

@@ -1,4 +1,4 @@
-"""Healthy wrappers, as servers put around backends: one child for each layer, or one child behind every hook."""
+"""Healthy wrappers, as servers put around backends: one child for each layer, or one child that every hook calls."""
 
 from __future__ import annotations
 

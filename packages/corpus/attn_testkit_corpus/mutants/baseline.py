@@ -1,4 +1,4 @@
-"""The backend as it is: where its text lies, that it is green, and which lines each case-run executes."""
+"""The unchanged backend: its source files, the check that it is green, and the lines that each case-run executes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants that change nothing that anybody could see, as somebody wrote down with a reason.
+"""Mutants without a visible effect, which are listed in a file with reasons.
 
 ``ci/mutation`` loads this file by its path, so that it imports nothing of the kit.
 """

@@ -36,7 +36,7 @@ from .specials import ALL, UNSEEN, is_capability
 from .stages import Stage, stages_of
 
 _FIRST_TRY = 12
-"""Case-runs of a mutant before the next mutant's turn: they kill nearly all mutants that can be killed."""
+"""Number of case-runs of a mutant before the next mutant follows; they kill nearly all mutants that can be killed."""
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 30.0, 10.0
 """Time limit of a mutant's case-run: at least these seconds, or a multiple of the slowest unmutated case-run."""
 
@@ -85,7 +85,7 @@ def _mutants(module: str, text: bytes) -> list[Mutant]:
 
 
 def _lot(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
-    """A sample of ``count`` mutants, in an order that does not change when others come or go."""
+    """A sample of ``count`` mutants, in an order that does not change when mutants are added or removed."""
     if count is None:
         return list(mutants)
     return sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.id}".encode()).digest())[:count]
@@ -116,7 +116,7 @@ class _Party:
         self._lock = threading.Lock()
 
     def _state(self) -> str:
-        """Digest of everything that makes earlier verdicts void, except the cases."""
+        """Digest of everything that invalidates earlier verdicts, except the cases."""
         known = [importlib.metadata.version("attn-testkit"), resolve(self.settings.device).name, _stable(self.declared)]
         state = hashlib.sha256("\0".join(known).encode())
         for module, text in sorted(self.sources.items()):
@@ -212,7 +212,8 @@ class _Party:
         return verdict.tried in stage.before if stage.before else verdict.tried not in (stage.seen, *stage.after)
 
     def _verdict(self, mutant: Mutant, stage: Stage, order: Order, runner: Runner, most: int | None) -> Verdict:
-        """Verdict on a mutant: ``OPEN`` if ``most`` case-runs of this stage, or of one before, are not all."""
+        """Verdict on a mutant: ``OPEN`` if ``most`` case-runs of this stage, or of an earlier one, are not all of
+        them."""
         started = time.monotonic()
         earlier = self.journal.verdicts.get(mutant.id, Verdict(OPEN))
         is_last_word = not stage.before or (earlier.status in (SURVIVED, UNREACHED) and earlier.tried in stage.before)

@@ -32,8 +32,8 @@ class Verdict:
 
     status: str
     """``killed``, ``timed out``, ``survived``; ``not reached``: no case-run executes the changed code; ``other
-    capabilities``: it declares other ones, so the same cases cannot test it; ``the kit failed``; ``not settled``: it
-    survived some case-runs, and there are more."""
+    capabilities``: it declares different ones, so the same cases cannot test it; ``the kit failed``; ``not settled``:
+    it survived some case-runs, but there are more."""
     by: str = ""
     """The check that was reported first, ``crashed`` or ``import``."""
     run: str = ""

@@ -1,8 +1,8 @@
 """Small changes to a Python file, like a slip of a tired person or a bad merge.
 
-An operator looks at one node of the syntax tree and yields edits of the source text, so that everything else of the
-file, its line numbers included, stays as it is. An edit whose result does not parse, or parses to the same tree, is
-dropped. This file imports nothing of the kit: ``ci/mutants.py``, which mutates the kit, reads only this file.
+An operator inspects one node of the syntax tree and yields edits of the source text, so that everything else in the
+file, line numbers included, is unchanged. An edit whose result does not parse, or parses to the same tree, is dropped.
+This file imports nothing of the kit: ``ci/mutants.py``, which mutates the kit, reads only this file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mutant:
 
     @property
     def id(self) -> str:
-        """Id that stays the same while the lines and their scope do, even if they move in the file."""
+        """Id that stays the same as long as the lines and their scope do, even if they move in the file."""
         text = "\0".join((self.path, self.scope, self.was, self.becomes, str(self.number)))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -263,7 +263,7 @@ def mutants_of(
 ) -> list[Mutant]:
     """All mutants of a file, in its order. Raises ``SyntaxError`` when it is not Python.
 
-    ``unseen``: keyword arguments that are left as they are. ``skip``: nodes that are, with all they hold.
+    ``unseen``: keyword arguments that are not changed. ``skip``: nodes that are not changed, with everything inside.
     """
     code = Code(source, unseen)
     seen: set[Edit] = set()
@@ -287,7 +287,7 @@ def mutants_of(
 
 
 def _parts(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.stmt, str]]:
-    """Statements at the top level of a module and of its classes, each in its own holder, with the class around it."""
+    """Statements at the top level of a module and of its classes, each as a record with the class around it."""
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef) and all(inner.lineno > statement.lineno for inner in statement.body):
             for inner in statement.body:
@@ -334,7 +334,7 @@ def _nodes(
 def _out_of_bounds(node: ast.AST, child: ast.AST) -> bool:
     """True for code without behavior: types, decorators, exports, asserts for the type checker, texts.
 
-    Texts are left out because before Python 3.12 nodes inside an f-string have no true place.
+    Texts are left out because before Python 3.12 nodes inside an f-string have wrong positions.
     """
     if isinstance(child, ast.JoinedStr | ast.Assert):
         return True

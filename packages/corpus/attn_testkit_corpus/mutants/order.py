@@ -16,7 +16,7 @@ _KILLS_BEFORE, _TRIES_BEFORE = 0.1, 0.5
 """Kills and tries assumed before a case-run was tried: low, so that killers of nearby mutants come before unknown ones;
 and so few that this changes if the next nearby mutants survive."""
 _OF_THE_SAME_KIND = 0.6
-"""Factor on a case-run's value for each one of its mode and execution that comes before it."""
+"""Factor on a case-run's value for each earlier case-run of its mode and execution."""
 _START_S = 0.1
 _HALF_AS_VALUABLE = 10
 """Rank, if there are ranks, at which an item is worth half as much as the first."""
@@ -31,7 +31,8 @@ class Order:
     """Order that learns from kills. No verdict depends on it: a survivor has seen every case-run that reaches it."""
 
     def __init__(self, items: Sequence[Item], seconds: Mapping[str, float], *, ranked: bool = False) -> None:
-        """``seconds``: what each takes without a mutant. ``ranked``: whether the first items are the most valuable."""
+        """``seconds``: time of each case-run without a mutant. ``ranked``: true if the first items are the most
+        valuable."""
         self._rank = {name_of(item): index for index, item in enumerate(items)} if ranked else {}
         self._items = [(name_of(item), item, parse_case(item.case).inference_mode) for item in items]
         self._seconds = seconds
@@ -45,7 +46,8 @@ class Order:
             self._kills.add(mutant, killer)
 
     def of(self, mutant: Mutant, names: Collection[str]) -> list[Item]:
-        """The items so named. As in a run, everything under no_grad comes before everything under inference_mode."""
+        """The items with these names. As in a run, everything under no_grad comes before everything under
+        inference_mode."""
 
         def worth(name: str) -> float:
             kills = _KILLS_BEFORE + self._kills.near(mutant, name)

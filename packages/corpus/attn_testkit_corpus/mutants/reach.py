@@ -1,4 +1,4 @@
-"""Case-runs that execute the changed code of a mutant: no other can distinguish it from the original."""
+"""Case-runs that execute the changed code of a mutant; no other case-run can distinguish it from the original."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAVES_THE_BODY_AS_IT_IS = frozenset(
 
 @dataclass(frozen=True)
 class Spot:
-    """The statement that a mutant changes, or the head of a compound one."""
+    """The statement that a mutant changes, or the head of a compound statement."""
 
     first: int
     last: int

@@ -13,11 +13,11 @@ from .suspects import suspicion
 EQUIVALENT = "equivalent"
 _NEVER = "no case-run that was tried executes this line"
 _RAISED = ("completes", "import", "output-contract")
-"""Checks that kill a mutant which raises or returns no tensor: any test that calls the backend would."""
+"""Checks that kill a mutant which raises or returns no tensor, as any test that calls the backend would."""
 
 
 def counts(hunt: Hunt) -> Counter[str]:
-    """Status -> number of mutants. Those that an entry calls equivalent are counted only as such."""
+    """Status -> number of mutants. Mutants that an entry calls equivalent count only as such."""
     found = Counter({EQUIVALENT: len(hunt.reasons)})
     found.update(verdict.status for name, verdict in hunt.verdicts.items() if name not in hunt.reasons)
     return found

@@ -47,7 +47,7 @@ class Hunt:
     """Number of all mutants; ``mutants`` may be a sample."""
     mutants: tuple[Mutant, ...]
     verdicts: dict[str, Verdict]
-    """Id of a mutant -> its verdict, for those that there was time for."""
+    """Id of a mutant -> its verdict, for mutants that were evaluated in time."""
     reasons: dict[str, str]
     """Id of a mutant -> written reason why it is equivalent."""
     runs: int

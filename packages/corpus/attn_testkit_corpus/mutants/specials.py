@@ -1,6 +1,6 @@
 """Operators for mistakes in attention backends: strides, dtypes, masks, copies, caches, layers.
 
-They come in addition to those of ``operators.py``, which know only Python.
+They are used in addition to those of ``operators.py``, which are about Python in general.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 from .operators import OPERATORS, Code, Edit, Operator
 
 UNSEEN = frozenset({"num_warps", "num_stages", "non_blocking", "daemon", "maxsize", "repr", "strict"})
-"""Keyword arguments that change how fast something is, or nothing that an output or a KV slot could show."""
+"""Keyword arguments that change only speed, or nothing that is visible in an output or a KV slot."""
 
 _SAME_EITHER_WAY = frozenset(
     {
@@ -29,7 +29,7 @@ _SAME_EITHER_WAY = frozenset(
         "frozenset",
     }
 )
-"""Functions whose first two arguments may change places, or cannot in any program that runs."""
+"""Functions whose first two arguments may be swapped, or never can be in a program that runs."""
 _DTYPES = {
     "int32": "int64", "int64": "int32", "float32": "float16", "bfloat16": "float16", "float16": "bfloat16",
     "long": "int", "int": "long", "float": "half",
@@ -79,7 +79,7 @@ def _load(node: ast.AST, code: Code) -> Iterator[Edit]:
 
 
 def _in_place(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """``x = y`` for ``x.copy_(y)``: a graph goes on reading the first tensor."""
+    """``x = y`` for ``x.copy_(y)``: a graph still reads the first tensor."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         called, given = node.value.func, node.value.args
         copies = isinstance(called, ast.Attribute) and called.attr == "copy_" and len(given) == 1
@@ -132,7 +132,7 @@ ALL: dict[str, Operator] = {**OPERATORS, **SPECIALS}
 
 
 def is_capability(node: ast.AST) -> bool:
-    """True for ``capabilities = ...``, which is not code of a backend: declaring less is right, and gives fewer
-    cases."""
+    """True for ``capabilities = ...``, which is not code of a backend: declaring less is not a mistake and only gives
+    fewer cases."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return any(isinstance(target, ast.Name) and target.id == "capabilities" for target in targets)

@@ -63,8 +63,8 @@ def _digest(names: Iterable[str]) -> str:
 
 
 def most_valuable(items: Sequence[Item], known: Sequence[Item]) -> list[Item]:
-    """Case-runs by value: first those with a property in words that no case before has, such as a server variant; then
-    with one that is new in their mode; then with new pairs of values.
+    """Case-runs by value: first those with a property that no earlier case has, such as a server variant; then those
+    with a property that is new in their mode; then those with new pairs of values.
     """
     left = {item.case: parse_case(item.case) for item in items}
     met = [parse_case(name) for name in dict.fromkeys(item.case for item in known)]

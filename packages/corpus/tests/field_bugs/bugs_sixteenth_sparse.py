@@ -66,7 +66,7 @@ class Indexed(TorchNativeSparseBackend):
         return torch.nn.functional.pad(found, (0, plan.layer.topk - found.shape[1]), value=-1)
 
     def padded(self, selected, rows):
-        """Rows of padding behind the last selection select no key."""
+        """Padded rows after the last selection select no key."""
         return torch.nn.functional.pad(selected, (0, 0, 0, rows - len(selected)), value=-1)
 
     def store(self, slots, k_index, layer_id, stored):
@@ -568,7 +568,7 @@ class CausalByMask(Indexed):
 
     def run(self, q, kv, plan):
         selected = self.padded(plan.selected, len(q))
-        if self.extends() and plan.layer.index_heads:  # selections that are given are taken as they are
+        if self.extends() and plan.layer.index_heads:  # selections without an indexer are taken as they are
             lens = plan.kv_lens[self.request_of_row(q, plan)][:, None]
             key = torch.arange(selected.shape[1], dtype=selected.dtype, device=q.device)
             selected = torch.where(lens <= plan.layer.topk, torch.where(key < lens, key, -1), selected)

@@ -9,9 +9,8 @@ _ALIGNED = 16
 
 
 def as_projected(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` [T, heads, dim] as [T, heads * dim], without a copy: what ``qkv.split`` leaves of a projection.
-
-    Rows may be strided, heads lie one behind the other. Raises ``RuntimeError`` if they do not.
+    """``rows`` [T, heads, dim] as [T, heads * dim], without a copy, like a result of ``qkv.split``. Rows may be
+    strided; heads must be contiguous. Raises ``RuntimeError`` if they are not.
     """
     return rows.view(rows.shape[0], rows.shape[1] * rows.shape[2])
 
@@ -21,8 +20,8 @@ def of_softmax_layer(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of a softmax layer between those that keep a state, in place of ``mixed``, ``a`` and ``b``.
 
-    The kit cuts a row of all layers, whose gates have any width. A server's projection begins at an aligned address and
-    has aligned rows, so others are copied.
+    The kit slices them from a row of all layers, whose gates have any width. A server's projection begins at an aligned
+    address and has aligned rows, so unaligned rows are copied.
     """
     assert k is not None
     assert v is not None

@@ -18,7 +18,7 @@ def installed(server: str, driven: Collection[str], named: str, how: str) -> str
         raise LookupError(f"{server} is not installed here; {how}") from None
     if found not in driven:
         raise LookupError(
-            f"{server} {found} is installed; the kit runs {named}. Attributes that a backend reads of its server "
+            f"{server} {found} is installed; the kit runs {named}. The attributes of a server that a backend reads "
             f"change with every release; {how}"
         )
     return found

@@ -34,7 +34,7 @@ Examples:
   attn-testkit run --backend sglang:triton --cases-from ids.txt""",
 )
 @click.option("--to", metavar="FILE", help="Append the calls of COMMAND's processes to this file.")
-@click.option("--waits", is_flag=True, help="With --to: now and then copy lengths that only the device has.")
+@click.option("--waits", is_flag=True, help="With --to: sometimes copy lengths that only the device has.")
 @click.option("--cases", metavar="FILE", help="Print the cases nearest to the calls in this file.")
 @click.option("--backend", "-b", metavar="SPEC", help="With --cases: only what this backend declares.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

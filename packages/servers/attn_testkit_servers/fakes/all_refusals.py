@@ -1,4 +1,4 @@
-"""The refusals of every fake, and what each keeps and cannot show."""
+"""The refusals of every fake, the state that each keeps, and the mistakes that it cannot show."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ class Limits:
 LIMITS: tuple[Limits, ...] = (
     Limits(
         "FlashAttention 3",
-        "the number of splits that the host chose at the capture, and the layout of the schedule: a replay whose "
+        "the number of splits that the host chose at the capture, and the layout of the schedule. A replay whose "
         "schedule has another layout writes no row",
         "splits on a GPU without 132 multiprocessors, and pages larger than a tile",
     ),
     Limits(
         "FlashAttention 2",
-        "whether a launch has one row per request: then request i is row i in every replay. Its splits cover the "
-        "keys of any replay",
+        "whether a launch has one row per request: if it has, request i is row i in every replay. Its splits cover "
+        "the keys of any replay",
         "keys that are not in pages, and dropout",
     ),
     Limits(
         "FlashMLA, dense",
-        "the schedule: a request has as many blocks of 64 keys as it was made for. The kernel lets a request that "
-        "does not end a part of the GPU have all keys of the replay, and the fake is stricter",
-        "how requests share a part, and the merge of splits",
+        "the schedule: a request has as many blocks of 64 keys as at the plan. The kernel is less strict: a request "
+        "that is not the last of its part of the GPU sees all keys of the replay",
+        "how requests share a part of the GPU, and the merge of splits",
     ),
     Limits(
         "FlashMLA, sparse",
-        "nothing, as the kernel for rows in bf16",
-        "rows of the FP8 format of 656 bytes, which have no fake; how many indices the kernel for fewer than 64 "
-        "heads accepts",
+        "nothing, like the kernel for rows in bf16",
+        "rows of the FP8 format of 656 bytes, which have no fake; the number of indices that the kernel for fewer "
+        "than 64 heads accepts",
     ),
     Limits(
         "FlashInfer, decode and prefill",
-        "lengths in the int workspace, offsets and page ids in the wrapper's buffers. A plan that was not redone "
-        "has no key past the planned pages. The kernel computes whole chunks, of 128 keys at least, and shows a "
-        "stale plan only when a batch outgrows them",
+        "lengths in the int workspace, offsets and page ids in the wrapper's buffers. With an old plan no key past "
+        "the planned pages is read. The kernel computes whole chunks of at least 128 keys, and shows a stale plan "
+        "only if a batch outgrows them",
         "the size of workspace that a plan needs, and head dims for which a module does not compile",
     ),
     Limits(
         "FlashInfer, MLA",
-        "offsets, lengths and the cluster size in the int workspace: a replay reads those of the last plan",
+        "offsets, lengths and the cluster size in the int workspace: a replay reads the values of the last plan",
         "the shared memory that a module needs",
     ),
     Limits(
@@ -65,23 +65,23 @@ LIMITS: tuple[Limits, ...] = (
     ),
     Limits(
         "XQA",
-        "semaphores and scratch in the workspace: one that is not zero at a launch gives NaN",
-        "other devices than SM90",
+        "semaphores and scratch in the workspace: a semaphore that is not zero at a launch gives NaN",
+        "devices other than SM90",
     ),
     Limits(
         "trtllm-gen",
         "counters and scratch in the workspace, and the longest length that was reported at the capture",
-        "which kernels exist, beyond head dims and page sizes; it was not compared with a kernel of SM100",
+        "which kernels exist, apart from head dims and page sizes; the fake was not compared with a kernel of SM100",
     ),
     Limits(
         "FlashInfer, GDN",
-        "nothing but the states",
+        "only the states",
         "checks of gdn_prefill, whose module does not import without CuTe DSL, and tiles",
     ),
     Limits(
         "TokenSpeed",
         "scratch in the workspace",
-        "what its compiler refuses",
+        "code that its compiler refuses",
     ),
     Limits(
         "vLLM, stores",
@@ -98,7 +98,8 @@ LIMITS: tuple[Limits, ...] = (
 
 
 def all_refusals() -> tuple[Refusals, ...]:
-    """Entry points of all fakes whose compiled code refuses arguments; without FlashInfer none of its own."""
+    """Entry points of all fakes whose compiled code refuses arguments; without FlashInfer, FlashInfer's entry points
+    are missing."""
     try:
         of_flashinfer = flashinfer_checks.refusals() + trtllm_checks.refusals()
     except VendorMissing:

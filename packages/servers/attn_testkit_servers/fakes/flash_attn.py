@@ -1,4 +1,5 @@
-"""FlashAttention 3's two compiled entry points in torch: vLLM's own ``vllm_flash_attn`` calls them as it does a GPU's.
+"""FlashAttention 3's two compiled entry points in torch: vLLM's own ``vllm_flash_attn`` calls them like the compiled
+ones on a GPU.
 
 Fixed shapes and device work only. Lengths, offsets and block tables are read when a graph is replayed, and so is the
 schedule, which ``get_scheduler_metadata`` makes and vLLM keeps in a buffer of its builder. Splits of the keys are
@@ -34,7 +35,7 @@ from .refusals import (
 _FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.float16, torch.bfloat16, _FP8)
 _HEADS_IN_L2 = 1
-"""An entry of the schedule by which the kernel orders heads; which number it is has no influence on results."""
+"""An entry of the schedule by which the kernel orders heads. Its value does not affect results."""
 
 
 def get_scheduler_metadata(
@@ -75,8 +76,8 @@ def _splits(plan: SplitPlan, rows: torch.Tensor, seqused_k: torch.Tensor, kv_hea
 def _scheduled(schedule: torch.Tensor, plan: SplitPlan, bs: int, ratio: int) -> torch.Tensor:
     """[requests]: how many rows of each the launch computes by a schedule, read in the layout of ``plan``.
 
-    None at all if the counter of tiles is not 0, and none of a request whose number of splits has no place in the
-    partial results.
+    It computes none if the counter of tiles is not 0, and none of a request with more splits than the partial results
+    have room for.
     """
     rows = schedule[:bs] // ratio
     for vector, most in (("splits", plan.splits), ("heads_in_l2", torch.iinfo(torch.int32).max)):
@@ -187,7 +188,7 @@ def _aligned(a: Any) -> bool:
 
 
 def _descale(name: str) -> Check:
-    """The check of a scale, which is not looked at without FP8."""
+    """The check of a scale, which is ignored without FP8."""
 
     def change(a: Arguments) -> Arguments:
         return {x: a[x].to(_FP8) for x in ("q", "k", "v")} | {name: torch.ones(2, device=a["q"].device)}

@@ -51,7 +51,7 @@ def varlen_fwd(
         window=(window_size_left, window_size_right),
     )  # fmt: skip
     refuse(VARLEN, **vars(given))
-    assert block_table is not None, "the fake has pages only"
+    assert block_table is not None, "the fake supports only pages"
     assert seqused_k is not None
     assert leftpad_k is None
     assert out is not None

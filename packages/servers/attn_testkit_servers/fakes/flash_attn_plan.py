@@ -1,9 +1,9 @@
 """Decisions of FlashAttention 3 on the host before it launches: splits of the keys, and the layout of its schedule.
 
 Both of its entry points decide by their own arguments, and a captured graph keeps the decision of its capture. A replay
-whose schedule was made for other splits has another layout, which the captured kernels read in theirs. The rules are
-those of vLLM's FlashAttention at 617264c1 (``hopper/flash_api.cpp``, ``heuristics.h``, ``tile_size.h``) for an H100 and
-for pages that are smaller than a tile.
+whose schedule was made for other splits has another layout, but the captured kernels read it in the layout of the
+capture. The rules are those of vLLM's FlashAttention at 617264c1 (``hopper/flash_api.cpp``, ``heuristics.h``,
+``tile_size.h``) for an H100 and for pages that are smaller than a tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_SPLITS = 128
 _LARGEST_SPLIT_BATCH = 992
 """Most requests of a batch whose keys are split (``PREPARE_VARLEN_MAX_BATCHES_1CTA``)."""
 _GOOD_ENOUGH = 0.85
-"""The fewest splits are chosen that keep so much of the best occupancy."""
+"""The fraction of the best occupancy that is good enough: the fewest splits that reach it are chosen."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def split_plan(
     requests: int, max_seqlen_q: int, max_seqlen_k: int, heads: int, kv_heads: int, dim: int, itemsize: int,
     is_causal: bool, left: int, right: int, num_splits: int,
 ) -> SplitPlan:  # fmt: skip
-    """Decide about a launch. ``left`` and ``right``: sides of the window, -1 without one. ``num_splits``: 0 leaves the
-    number to a heuristic, which looks at the longest request.
+    """Decide about a launch. ``left`` and ``right``: sides of the window, -1 without one. ``num_splits``: 0 for a
+    heuristic, which uses the longest request.
     """
     left = -1 if left >= max_seqlen_k - 1 else left
     right = -1 if right >= max_seqlen_q - 1 else right

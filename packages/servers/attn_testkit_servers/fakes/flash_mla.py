@@ -5,8 +5,9 @@ dense decode for FP8 pools. Fixed shapes and device work only: lengths, block ta
 graph is replayed.
 
 The kernels keep a schedule between calls: which blocks of keys each part of the GPU computes, and how many parts share
-a request. A schedule that was made for other lengths leaves keys out. So does the fake's, by counting the blocks of
-each request. The kernel lets a request that does not end a part have all keys of the replay, and the fake does not.
+a request. A schedule that was made for other lengths leaves keys out. The fake leaves them out, too: it counts the
+blocks of each request. In the kernel, a request that is not the last one of a part sees all keys of the replay; in the
+fake it does not.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _schedule(lens: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _planned(seen: torch.Tensor, schedule: torch.Tensor, splits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys of ``seen`` [bs, n, S] that a schedule has, and whether it has any part that begins with a request."""
+    """Keys of ``seen`` [bs, n, S] that are in a schedule, and True if a part of the schedule begins with a request."""
     keys = (splits[1:] - splits[:-1]) * BLOCK
     at = torch.arange(seen.shape[-1], device=seen.device)
     begins = schedule[0, 0]
@@ -277,7 +278,7 @@ DENSE_FP8: tuple[Check, ...] = (
     Check("numbers of splits of fewer requests", but(num_splits=lambda x: x[:-1]),
           lambda a: a.num_splits.shape == (a.q.shape[0] + 1,), "num_splits must have shape (batch_size+1)", _FP8_CPP),
 )  # fmt: skip
-"""Checks of ``fwd_kvcache_mla_fp8``. It takes a schedule of any number of parts."""
+"""Checks of ``fwd_kvcache_mla_fp8``. The function accepts a schedule of any number of parts."""
 
 METADATA_FP8: tuple[Check, ...] = (
     Check("lengths with a stride", but("seqlens_k"), lambda a: a.seqlens_k.is_contiguous(), "", _FP8_METADATA_CPP),

@@ -1,9 +1,9 @@
 """Fakes of FlashInfer's paged wrappers: the package's own classes over compiled modules that compute in torch.
 
 Everything a wrapper remembers, refuses or copies is done by the installed package's Python: a mask buffer selects the
-custom mode for ever, a plan is frozen into a graph, ``window_left`` of a run must be the planned one. What is replaced
-is the compiled module below it: its ``plan`` leaves the schedule in the int workspace, and its ``run`` reads that and
-the index buffers on the device, so a plan that was not redone before a replay is as stale as it is on a GPU.
+custom mode for ever, a plan is frozen into a graph, ``window_left`` of a run must be the planned one. Only the compiled
+module below the wrapper is replaced: its ``plan`` stores the schedule in the int workspace, and its ``run`` reads that
+and the index buffers on the device, so an old plan is as stale in a replay as on a GPU.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def _ragged_run(
     prefix_len: torch.Tensor | None, token_pos: torch.Tensor | None, max_item_len: torch.Tensor | None,
     soft_cap: float, sm_scale: float, *others: Any,
 ) -> None:  # fmt: skip
-    """Keys [S, Hk, D] one request behind the other: pages of one slot, in order."""
+    """Keys [S, Hk, D] of one request after the other, as pages of one slot, in order."""
     qo_indptr = _read_as(kv_indptr, qo_indptr)
     planned_q, planned_kv = _found(int_workspace, plan_info)
     if layout == 1:
-        raise NotImplementedError("the fake of the ragged wrapper knows layout NHD, not HND")
+        raise NotImplementedError("the fake of the ragged wrapper supports layout NHD, not HND")
     _attend_pages(
         q, k.unsqueeze(1), v.unsqueeze(1), qo_indptr, kv_indptr, torch.arange(len(k), device=q.device),
         torch.ones_like(kv_indptr[1:]), out, lse, False, planned_q=planned_q, planned_kv=planned_kv,
@@ -191,7 +191,7 @@ def _mla_run(
     ckv_scale: float, kpe_scale: float, ckv_scale_arr: torch.Tensor | None,
 ) -> None:  # fmt: skip
     if ckv_scale_arr is not None:
-        raise NotImplementedError("the fake of MLA knows no per-block scales")
+        raise NotImplementedError("the fake of MLA does not support per-block scales")
     ckv_cache, kpe_cache = (_of_pages(cache, page_size) for cache in (ckv_cache, kpe_cache))
     # The kernel reads lengths and offsets from the plan, not from the caller's buffers.
     qo_indptr, kv_indptr, kv_lens, cluster = _found(int_workspace, plan_info[1:])
@@ -226,7 +226,7 @@ def _decode_module(*compiled_for: Any) -> Any:
 @functools.cache
 def _prefill_module(backend: str, *compiled_for: Any) -> Any:
     if backend != "fa2":
-        raise NotImplementedError(f"the fake of the paged wrappers knows backend fa2, not {backend}")
+        raise NotImplementedError(f"the fake of the paged wrappers supports backend fa2, not {backend}")
     window, cap, _ = compiled_for[-3:]
     compiled = bool(window), bool(cap)
     paged_run, ragged_run = (functools.partial(run, *compiled) for run in (_prefill_run, _ragged_run))
@@ -277,7 +277,7 @@ def _compiled() -> dict[str, Any]:
 
 
 def _planning_in_torch(original: Any, **more: Any) -> type:
-    """A class that is the package's, but for what its plans compile. ``more``: what else is faked in a plan."""
+    """The package's class, except for what its plans compile. ``more``: other names that are faked in a plan."""
     planned = original.plan
 
     @functools.wraps(planned)
@@ -295,7 +295,7 @@ def _merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor, v_merged: torch.Tensor,
     s_merged: torch.Tensor,
 ) -> None:  # fmt: skip
-    """States whose log-sum-exps are in base 2, merged; empty states have weight 0, both together too."""
+    """Merge states whose log-sum-exps are in base 2. Empty states have weight 0, also if both are empty."""
     refuse(MERGE, v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     top = torch.maximum(s_a, s_b)
     weight_a, weight_b = (torch.exp2(torch.where(s == -torch.inf, s, s - top)) for s in (s_a, s_b))
@@ -323,7 +323,7 @@ def make_paged_wrapper(original: type) -> type:
 
 
 def make_ragged_wrapper(original: type) -> type:
-    """A class that is FlashInfer's ragged prefill wrapper, planned onto torch, as where its fa2 kernels are chosen."""
+    """A class that is FlashInfer's ragged prefill wrapper, planned onto torch, as if its fa2 kernels were chosen."""
     return _planning_in_torch(original, **{"flashinfer.prefill:determine_attention_backend": lambda *_, **__: "fa2"})
 
 

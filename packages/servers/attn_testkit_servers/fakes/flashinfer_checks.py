@@ -49,15 +49,15 @@ DECODE_RUN: tuple[Check, ...] = (
           lambda a: a.k.stride() == a.v.stride(), "K/V strides differ at dim ",
           f"{_DECODE}:BatchDecodeWithPagedKVCacheRun"),
 )  # fmt: skip
-"""Checks of kernels without tensor cores. K and V have one set of strides there."""
+"""Checks of kernels without tensor cores. K and V must have the same strides there."""
 
 PREFILL_PLAN: tuple[Check, ...] = (
     Check("4 query heads, 3 KV heads", lambda a: {"k": _three(a["k"]), "v": _three(a["v"]), "num_kv_heads": 3},
           lambda a: a.num_qo_heads % a.num_kv_heads == 0, "should be divisible by num_kv_heads ",
           f"{_SCHEDULER}:PrefillPlan"),
-    Check("offsets of rows that fall", but(qo_indptr=lambda x: x[[0, 2, 1, 3]]), lambda a: _never_falls(a.qo_indptr),
+    Check("decreasing offsets of rows", but(qo_indptr=lambda x: x[[0, 2, 1, 3]]), lambda a: _never_falls(a.qo_indptr),
           "should be non-negative", f"{_SCHEDULER}:PrefillSplitQOKVIndptr"),
-    Check("offsets of pages that fall", but(indptr=lambda x: x[[0, 2, 1, 3]]), lambda a: _never_falls(a.kv_indptr),
+    Check("decreasing offsets of pages", but(indptr=lambda x: x[[0, 2, 1, 3]]), lambda a: _never_falls(a.kv_indptr),
           "should be non-negative", f"{_SCHEDULER}:PrefillSplitQOKVIndptr"),
 )  # fmt: skip
 """Checks of kernels with tensor cores. A module is compiled for the dtype of the offsets of pages, and the kernel looks

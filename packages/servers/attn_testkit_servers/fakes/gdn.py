@@ -36,7 +36,7 @@ def _tokens(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, A_log: torch.Tensor, a: torch.Tensor,
     dt_bias: torch.Tensor, b: torch.Tensor, scale: float | None, use_qk_l2norm: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:  # fmt: skip
-    """States behind each token, and outputs [B, T, HV, V] in float32; q, k, v [B, T, heads, width]."""
+    """States after each token, and outputs [B, T, HV, V] in float32; q, k, v [B, T, heads, width]."""
     q, k, v = q.float(), k.float(), v.float()
     if use_qk_l2norm:
         q, k = _normalized(q), _normalized(k)
@@ -52,7 +52,7 @@ def _tokens(
 
 
 def _store(pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
-    """Store rows in the slots of an index from 0 on; the first slot gets back what it holds otherwise."""
+    """Store rows in the slots of an index from 0 on; the first slot keeps its contents."""
     live = index >= 0
     index, live = index.clamp(min=0), live.view(-1, *[1] * (rows.dim() - 1))
     pool.index_put_((index,), torch.where(live, rows.to(pool.dtype), pool[index]))
@@ -65,7 +65,7 @@ def _half_states(
     output: torch.Tensor | None, intermediate_states_buffer: torch.Tensor | None = None,
     disable_state_update: bool = False, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The kernels for states in bf16, which write in bf16 and take slot 0 for an index of -1."""
+    """The kernels for states in bf16, which write in bf16 and use slot 0 for an index of -1."""
     requests, tokens = q.shape[:2]
     if intermediate_states_buffer is not None:
         # Checked by the Python around the kernel (gdn_decode_bf16_state.py), which does not import without CuTe DSL.
@@ -111,8 +111,8 @@ def _several_tokens(
     disable_state_update: bool, cache_intermediate_states: bool, *, ssm_state_indices: torch.Tensor | None,
     output_state_indices: torch.Tensor | None, cache_replayssm: bool, **_: Any,
 ) -> None:  # fmt: skip
-    """The kernel for states in fp32 and drafts: states behind each token in a buffer, or in slots of the pool."""
-    assert not cache_replayssm, "the fake has no ReplaySSM"
+    """The kernel for states in fp32 and drafts: states after each token in a buffer, or in slots of the pool."""
+    assert not cache_replayssm, "the fake does not support ReplaySSM"
     pool = h0_source.view(pool_size, v_heads, v_dim, k_dim)
     index = initial_state_indices.long()
     behind, read = _tokens(pool[index.clamp(min=0)], q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm)
@@ -129,7 +129,7 @@ def _several_tokens(
 
 
 _TILE = 8
-"""Columns that the real tile is a multiple of: the package's Python asks it only whether a width can be divided."""
+"""A divisor of the real tile's columns: the package's Python only checks whether a width can be divided by the tile."""
 
 
 def _over_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,8 +177,8 @@ def prefill(
     assert beta is not None
     assert cu_seqlens is not None
     assert initial_state is not None
-    assert output_final_state, "the fake returns states"
-    assert state_checkpoints is None, "the fake has no checkpoints"
+    assert output_final_state, "the fake always returns states"
+    assert state_checkpoints is None, "the fake does not support checkpoints"
     assert g.dtype == beta.dtype == torch.float32, "g and beta must be float32"
     if use_qk_l2norm_in_kernel:
         q, k = (_normalized(each.float()).to(each.dtype) for each in (q, k))

@@ -39,8 +39,8 @@ class Queries:
 def gather(cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> Keys:
     """``cache`` [pages, P, Hk, D], any strides and dtype; ``table`` [bs, M] int32; ``lens`` [bs].
 
-    A kernel reads only the pages that a length covers, whatever the table holds after them. Reading a page id outside
-    the pool gives any numbers: here NaN.
+    A kernel reads only the pages that a length covers, whatever the table holds after them. A page id outside the pool
+    may give any numbers; here it gives NaN.
     """
     pages, page = cache.shape[0], cache.shape[1]
     bs, width = table.shape
@@ -60,7 +60,7 @@ def gather(cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> Keys
 
 
 def pad_rows(q: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, width: int) -> Queries:
-    """Packed ``q`` [T, Hq, D] -> [bs, width, Hq, D]; rows past a request's own are whatever lies there."""
+    """Packed ``q`` [T, Hq, D] -> [bs, width, Hq, D]; rows past a request's own hold whatever is there."""
     starts, lens = starts.long(), lens.long()
     at = starts[:, None] + torch.arange(width, device=q.device)
     # FP8 has no indexing everywhere.
@@ -70,7 +70,7 @@ def pad_rows(q: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, width: i
 
 
 def pack_rows(padded: torch.Tensor, queries: Queries, out: torch.Tensor) -> None:
-    """[bs, n, Hq, Dv] back into ``out`` [T, Hq, Dv]; unowned rows are left as they were."""
+    """[bs, n, Hq, Dv] back into ``out`` [T, Hq, Dv]; unowned rows do not change."""
     row = torch.arange(out.shape[0], device=out.device)
     request = (torch.searchsorted(queries.starts, row, right=True) - 1).clamp(min=0)
     offset = row - queries.starts[request]
@@ -134,7 +134,8 @@ def _rounded(p: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor
 
 
 def through_scratch(values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Send float32 results through a kernel's scratch memory, where split partials lie between its two halves.
+    """Send float32 results through a kernel's scratch memory, where partial results of splits are between its two
+    halves.
 
     ``scratch``: bytes. Results that do not fit stay in registers. This exposes a workspace that was freed, replaced or
     shared after a capture.

@@ -1,7 +1,7 @@
 """Attention over paged keys in torch, of fixed shapes and device work only, so that it may be captured.
 
 The fakes of vendor kernels compute with it: float32 accumulation, probabilities rounded to the dtype of the kernel's
-second product. Shapes depend only on the capacity of the buffers, never on lengths: those are read on the device, at
+second product. Shapes depend only on the capacity of the buffers, never on lengths: lengths are read on the device at
 every replay, as in kernels.
 """
 
@@ -52,7 +52,7 @@ def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor,
     at = torch.arange(pages.shape[0] * page_size, device=pages.device)
     request = (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, bounds.shape[0] - 2)
     offset = at - bounds[request]
-    # Offsets of a part of a batch do not begin at 0: what lies before is another's.
+    # Offsets of a part of a batch do not begin at 0: what is before them belongs to another request.
     valid = (offset >= 0) & (at < bounds[-1]) & (offset < lens.long()[request])
     # Entries of the table past a request may be any page id, or no page id at all.
     slot = pages.long()[at // page_size] * page_size + at % page_size
@@ -62,7 +62,7 @@ def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor,
 def gather(cache: torch.Tensor, keys: Keys, heads_first: bool = False) -> torch.Tensor:
     """[pages, P, Hk, D] (or [pages, Hk, P, D]) in any dtype -> [S, Hk, D] float32, zero if no key is valid.
 
-    As kernels do, whose loads past a length leave zeros in shared memory: a NaN there meets nothing.
+    As kernels do, whose loads past a length leave zeros in shared memory: so a NaN there has no effect.
     """
     if heads_first:
         cache = cache.transpose(1, 2)
@@ -125,9 +125,9 @@ def attend(
     Returns float32 outputs [R, Hq, Dv] and the log2 of each softmax's sum [R, Hq]; rows that see nothing get 0 and
     -inf. ``round_to``: dtype of the probabilities in the second product, which ``factor`` multiplies before they are
     rounded. ``sinks`` [Hq] float32: one more logit a head.
-    ``loaded`` [R, S]: the keys that the kernel multiplies with, visible or not (default: ``visible``). A value of them
-    that is NaN or infinite spoils its row, as 0 * NaN does in the kernel; one of another request never does.
-    ``bias`` [Hq, R, S]: added to the logits behind the soft cap.
+    ``loaded`` [R, S]: the keys that the kernel multiplies with, visible or not (default: ``visible``). A loaded value
+    that is NaN or infinite spoils its row, as 0 * NaN does in the kernel; a value of another request never does.
+    ``bias`` [Hq, R, S]: added to the logits after the soft cap.
     """
     rows, q_heads, _ = q.shape
     kv_heads = keys.shape[1]

@@ -1,8 +1,8 @@
-"""Refusals of compiled code, as tables: what must hold, the error's text, the source, and how to provoke it.
+"""Refusals of compiled code, as tables: the condition, the error's text, the source, and how to provoke it.
 
-A fake refuses what the kernel that it stands for refuses, and nothing else. A table of ``Check`` says which arguments
-that are. ``Refusals`` joins the tables of one entry point to arguments that are accepted. The tests provoke every check
-on the fake, and ``ci/vendor_agreement.py --refusals`` on the kernel as well.
+A fake refuses what the kernel that it stands for refuses, and nothing else. A table of ``Check`` lists these arguments.
+``Refusals`` joins the tables of one entry point to arguments that are accepted. The tests provoke every check on the
+fake, and ``ci/vendor_agreement.py --refusals`` on the kernel as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Check:
     tried: str
     """Arguments that it refuses, in words: "float32 queries"."""
     change: Change
-    """Makes such arguments. Earlier checks must accept them."""
+    """Function that makes such arguments. Earlier checks must accept them."""
     holds: Callable[[Any], bool]
     """Returns true if arguments, given as attributes, pass."""
     text: str
@@ -69,13 +69,13 @@ class Refusals:
     real: Callable[[], Any]
     """The kernel's functions as attributes. Raises ``ImportError`` if they are not installed or do not load."""
     accepted: Callable[[torch.device, Any], dict[str, Any]]
-    """Makes arguments that are accepted, in their order, for a device and an implementation."""
+    """Function that makes accepted arguments, in their order, for a device and an implementation."""
     checks: tuple[Check, ...]
     sm: tuple[int, int] = (90, 90)
     """First and last compute capability with this kernel."""
     call: Callable[[Any, str, Arguments], Any] = call
     output: Callable[[Any], torch.Tensor | None] = lambda returned: None
-    """The tensor to compare, of what a call returns."""
+    """Function that returns the tensor to compare from the result of a call."""
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 
 def but(*names: str, **changed: Callable[[torch.Tensor], Any]) -> Change:
-    """A change of single arguments: ``but(q=torch.Tensor.float)``. Of ``names`` each becomes ``strided``."""
+    """A change of single arguments: ``but(q=torch.Tensor.float)``. Each argument in ``names`` becomes ``strided``."""
     made: dict[str, Callable[[torch.Tensor], Any]] = {**dict.fromkeys(names, strided), **changed}
     return lambda given: {name: change(given[name]) for name, change in made.items()}
 
@@ -112,7 +112,7 @@ def zeros(name: str, count: int, dtype: torch.dtype, step: int = 1) -> Change:
 def operators_of(package: str, module: str, namespace: str = "") -> Any:
     """``torch.ops.namespace`` of a compiled module ``package/module.abi3.so``, loaded without importing the package.
 
-    Without a ``namespace`` its operators have that of the module's name.
+    Without a ``namespace``, the module's name is used.
 
     Raises ``ImportError`` if it is not installed or does not load.
     """

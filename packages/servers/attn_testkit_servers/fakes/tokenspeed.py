@@ -21,7 +21,7 @@ from . import page_tables as paged
 
 
 def _number(value: Any) -> Any:
-    """The package wraps scalars for its compiler."""
+    """A plain number: the package wraps scalars for its compiler."""
     return getattr(value, "value", value)
 
 
@@ -29,14 +29,16 @@ def _compiled(
     *, torch_dtype: torch.dtype, causal_mask: bool, window_left: int, cp_world: int, return_lse: bool,
     has_local_visible_lens: bool, **_: Any,
 ) -> Callable[..., None]:  # fmt: skip
-    """``_get_compiled_mla_kernel`` for what the adapter uses."""
+    """``_get_compiled_mla_kernel`` for the arguments of the adapter."""
     if not causal_mask or window_left >= 0 or cp_world > 1 or return_lse or has_local_visible_lens:
-        raise NotImplementedError("the fake is causal, without window, context parallelism, LSE or visible lengths")
+        raise NotImplementedError(
+            "the fake is causal, and does not support windows, context parallelism, LSE or visible lengths"
+        )
     return _fp8_kernel if torch_dtype == paged.FP8 else _half_kernel
 
 
 def _half_kernel(*args: Any) -> None:
-    """16-bit kernels have no argument for causal bounds."""
+    """The kernel for 16 bits, which has no argument for causal bounds."""
     given = [*args[:10], args[9], *args[10:]]
     _fp8_kernel(*given)
 

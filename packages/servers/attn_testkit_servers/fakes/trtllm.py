@@ -1,9 +1,9 @@
 """Fakes of FlashInfer's ``trtllm_*`` entry points: the package's Python over modules that compute in torch.
 
 Arguments are dispatched, refused, defaulted and reshaped by the installed package. What is replaced is the compiled
-module below: XQA (SM90, SM120) and trtllm-gen (SM100). Both are given raw pointers by the package, so a wrong dtype is
-misread rather than refused, strides that the kernel does not look at are not looked at, and lengths, tables, masks and
-counters are read on the device at every replay.
+module below: XQA (SM90, SM120) and trtllm-gen (SM100). The package passes raw pointers to both. So a wrong dtype is
+misread and not refused, strides that the kernel ignores are ignored, and lengths, tables, masks and counters are read
+on the device at every replay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SM_COUNT = {90: 132, 100: 148}
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory behind the first element, as a kernel reads it that gets a shape and no strides."""
+    """The memory from the first element on, as read by a kernel that gets a shape but no strides."""
     strides = []
     step = 1
     for size in reversed(tensor.shape):
@@ -47,17 +47,18 @@ def _lens(tensor: torch.Tensor, bs: int) -> torch.Tensor:
 
 
 def _table(tensor: torch.Tensor, bs: int) -> torch.Tensor:
-    """[bs, width] int32, rows one behind another in memory."""
+    """[bs, width] int32, with contiguous rows."""
     return _int32(_raw(tensor)).reshape(-1)[: bs * tensor.shape[-1]].view(bs, tensor.shape[-1])
 
 
 def _unless(dirty: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Counters that are not zero at launch end in a reduction of half the parts, or in none: shown as NaN."""
+    """NaN if counters are not zero at launch: the kernel would then reduce too few of the parts, or none."""
     return out.masked_fill(dirty, torch.nan)
 
 
 def _xqa_module(*compiled_for: Any, **named: Any) -> SimpleNamespace:
-    """``flashinfer.xqa.get_xqa_module``: the package's own generator refuses, and what it would compile is replaced."""
+    """``flashinfer.xqa.get_xqa_module``: the package's own generator refuses arguments, and the module that it would
+    compile is replaced."""
     importlib.import_module("flashinfer.jit.xqa").gen_xqa_module(*compiled_for, **named)
     return SimpleNamespace(xqa=_xqa)
 
@@ -96,12 +97,13 @@ def _xqa(
 
 
 def _draft_mask(mask: torch.Tensor, queries: paged.Queries, keys: paged.Keys, win_size: int) -> torch.Tensor:
-    """[bs, n, S]: the prefix is always visible, of the draft block what the row's bits say, both inside the window."""
+    """[bs, n, S]: the prefix is always visible, and of the draft block the nodes in the row's bits; both only inside
+    the window."""
     bs, n = queries.rows.shape[:2]
     row_bytes = 4 * ((n + 31) // 32)
     held = mask.contiguous().view(-1).view(torch.uint8)
     if held.numel() < bs * n * row_bytes:
-        raise RuntimeError(f"XQA reads {bs * n * row_bytes} bytes of mask, and behind the {held.numel()} that it has")
+        raise RuntimeError(f"XQA reads {bs * n * row_bytes} bytes of mask, but the mask has only {held.numel()}")
     bits = held[: bs * n * row_bytes].view(bs, n, row_bytes)
     at = torch.arange(keys.rows.shape[1], device=mask.device)
     node = (at - (keys.lens - n)[:, None]).clamp(0, n - 1)
@@ -120,18 +122,18 @@ def _lens_of_rows(
 ) -> torch.Tensor:
     """[bs * q_len] int32, sparse MLA: number of columns that each query row reads in its row of the table.
 
-    They are the keys that a causal row would see, and ``top_k`` at most (``fmhaReduction.cu``). An index of -1 among
-    them is a key outside the pool: the package's documentation allows -1 only behind them.
+    These are as many as the keys that a causal row sees, but at most ``top_k`` (``fmhaReduction.cu``). An index of -1
+    among them is a key outside the pool: the package's documentation allows -1 only after them.
     """
     refuse(SPARSE, top_k=top_k)
     if cum_seq_lens_q is not None:
-        raise NotImplementedError("the fake of sparse MLA knows queries of four dimensions, not cum_seq_lens_q")
+        raise NotImplementedError("the fake of sparse MLA supports queries of four dimensions, not cum_seq_lens_q")
     seen = _lens(seq_lens, bs)[:, None] - q_len + 1 + torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
     return seen.clamp(0, top_k).flatten()
 
 
 def _tokens(cache: torch.Tensor) -> torch.Tensor:
-    """[tokens, 1, 1, D] from latent pages: sparse MLA knows no pages, and no strides between them."""
+    """[tokens, 1, 1, D] from latent pages: sparse MLA ignores pages and the strides between them."""
     return _raw(cache).flatten(0, 2)[:, None, None]
 
 
@@ -198,7 +200,7 @@ def _gen_attend(
         values = keys.rows[..., : out.shape[-1]]
     else:
         values = paged.gather(v_cache.transpose(-3, -2), table, lens).rows
-    # Blocks of work are laid out for max_kv_len keys: what lies behind it is nobody's work.
+    # Blocks of work are laid out for max_kv_len keys: keys after it are in no block.
     seen = paged.visible_causal(queries, keys, window_left)
     seen &= torch.arange(seen.shape[-1], device=seen.device) < max_kv_len
     result = paged.attend(queries.rows, keys.rows, values, seen, _scale(bmm1), probabilities=query.dtype, sinks=sinks)
@@ -209,7 +211,7 @@ def _gen_attend(
 
 
 def _on(sm: int, module: str, *names: str) -> dict[str, Callable[..., Any]]:
-    """The package's questions about the device, answered for an SM that is not here."""
+    """Answers to the package's questions about the device, for an SM that is not here."""
     answers: Mapping[str, Callable[..., Any]] = {
         "get_compute_capability": lambda device: divmod(sm, 10),
         "get_device_sm_count": lambda device: _SM_COUNT[sm],
@@ -257,7 +259,7 @@ def make_gen_decode(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_gen_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``trtllm_batch_context_with_kv_cache``, which knows only SM100."""
+    """``trtllm_batch_context_with_kv_cache``, which supports only SM100."""
     return _over(
         original,
         {

@@ -1,6 +1,6 @@
 """Checks of FlashInfer's trtllm-gen launchers, below those of the package's own Python, which the fakes run.
 
-XQA's wrapper reads raw pointers and checks nothing that the fake has.
+XQA's wrapper reads raw pointers and checks none of the fake's arguments.
 """
 
 from __future__ import annotations

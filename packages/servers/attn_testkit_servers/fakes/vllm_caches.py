@@ -1,4 +1,4 @@
-"""Operators of ``torch.ops._C_cache_ops`` in torch: what vLLM has compiled to store keys and values.
+"""Operators of ``torch.ops._C_cache_ops`` in torch: vLLM's compiled functions that store keys and values.
 
 Padded rows have a negative slot. Nothing is kept between calls.
 """

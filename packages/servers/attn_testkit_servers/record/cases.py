@@ -67,8 +67,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cases_of(lines: Iterable[Mapping[str, Any]], declared: Capabilities | None = None) -> Recorded:
-    """A case for each batch whose layers and lengths are known, and one of its layers with a state. With ``declared``
-    only declared cases, in declared layouts: of a hybrid model those of the layers that the backend has."""
+    """A case for each batch whose layers and lengths are known, and another one for its layers with a state. With
+    ``declared``, only declared cases in declared layouts are returned; for a hybrid model, only cases of the layers
+    that the backend supports."""
     lines = list(lines)
     layers: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -121,7 +122,7 @@ def _case_of(line: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> tu
     if not line["requests"]:
         raise _NoCase("no live request")
     if not layers:
-        raise _NoCase("planned, and no layer ran")
+        raise _NoCase("planned, but no layer ran")
     first = layers[0]
     differs: list[str] = []
     of_layers = _of_layers(layers, differs)
@@ -154,24 +155,28 @@ def _case_of_states(line: Mapping[str, Any], commits: bool) -> tuple[Case, list[
         raise _NoCase(f"mode {mode.value}: layers of a draft model keep no state")
     if "unreadable" in held:
         raise _NoCase(f"the memory of {held['kind']}'s states was not found: {held['unreadable']}")
-    differs = ["slots of states: the case has others, none of which is a row of a table or a place in the batch"]
+    differs = [
+        "slots of states: the case has other slots, and none of them equals a row of a table or a position in the batch"
+    ]
     rows = _rows(mode, line, differs)
     shape, heads, head_dim = _state_shape(held)
     verifies = mode is ForwardMode.TARGET_VERIFY
     if line.get("bounds"):
-        differs.append("lengths: the host had an upper bound of them, as it has with asynchronous scheduling")
+        differs.append("lengths: the host had only an upper bound, as with asynchronous scheduling")
     if verifies:
-        differs.append("accepted nodes: the case accepts all, the fewest, and different numbers")
+        differs.append("accepted nodes: the case accepts all nodes, the fewest, and different numbers")
         if held["rollback"] == _ROLLBACK and not commits:
-            differs.append("commits: the backend was asked for none, so no accepted state was stored (sglang #26351)")
+            differs.append("commits: the backend got no commit call, so no accepted state was stored (sglang #26351)")
     copies = held["copies"] if held["rollback"] == _ROLLBACK else 0
     if copies:
-        differs.append("copies for the prefix cache: the case has them for two thirds of the requests")
+        differs.append("copies for the prefix cache: the case has such copies for two thirds of the requests")
     if mode is ForwardMode.EXTEND and held.get("has_prefix_states"):
-        differs.append("slots that are read: the case reads others than it writes, for all requests that continue one")
+        differs.append(
+            "slots that are read: in the case all requests that continue a state read other slots than they write"
+        )
     window_dtype = held["window_dtype"] if shape.conv_width > 1 else "bfloat16"
     if shape.conv_width == 1:
-        differs.append("dtype: without a convolution it is not recorded, and the case has bf16")
+        differs.append("dtype: it is not recorded without a convolution, so the case has bf16")
     case = Case(
         heads=heads, head_dim=head_dim, dtype=_word("dtype", window_dtype, DTYPES), page_size=_PAGE,
         bucket=max(line["requests"], line["padded_to"] if line["how"] == "replay" else 0), layout="shuffled",
@@ -186,7 +191,7 @@ def _case_of_states(line: Mapping[str, Any], commits: bool) -> tuple[Case, list[
 
 
 _PAGE = 16
-"""Layers with a state have no pages, and cases need a number."""
+"""Page size for layers with a state: these have no pages, but cases need a number."""
 
 
 def _state_shape(held: Mapping[str, Any]) -> tuple[StateShape, Heads, int]:
@@ -228,7 +233,7 @@ def _word(what: str, value: str | None, words: Mapping[str, str]) -> str:
 
 
 def _unknown(what: str) -> Any:
-    raise _NoCase(f"{what} is not known: the backend was made before it was watched")
+    raise _NoCase(f"{what} is not known: the backend was made before recording began")
 
 
 def _kv_dtype(layer: Mapping[str, Any]) -> str:
@@ -240,14 +245,14 @@ def _of_layers(layers: Sequence[Mapping[str, Any]], differs: list[str]) -> dict[
     first = layers[0]
     shapes = {(*layer["heads"], layer["head_dim"], layer["v_head_dim"]) for layer in layers}
     if len(shapes) > 1:
-        differs.append(f"heads: layers have {len(shapes)} shapes, and the case has the first one's")
+        differs.append(f"heads: layers have {len(shapes)} shapes, and the case has the first shape")
     windows = [layer["window"] for layer in layers]
     some = sorted({window for window in windows if window >= 0})
     if len(some) > 1:
-        differs.append(f"window: layers have {len(some)}, and the case the narrowest")
+        differs.append(f"window: layers have {len(some)} windows, and the case has the narrowest")
     caps = sorted({layer["logit_cap"] for layer in layers} - {0.0})
     if len(caps) > 1:
-        differs.append(f"soft cap: layers have {len(caps)}, and the case the smallest")
+        differs.append(f"soft cap: layers have {len(caps)} soft caps, and the case has the smallest")
     return {
         **_heads(first),
         "window": some[0] if some else -1,
@@ -298,13 +303,13 @@ def _draft_extend(mode: ForwardMode, line: Mapping[str, Any], differs: list[str]
         width = max(given, *new) if new else given
         if width < 1:
             raise _NoCase("the number of draft tokens is not known")
-        differs.append("accepted tokens: the device has them, and the case accepts all")
+        differs.append("accepted tokens: only the device has their number, so the case accepts all")
         return {"prefixes": _less(lens, width), "rows": Accepted((width,) * len(lens), width, v2=True)}
     if new is None:
         raise _NoCase("the host did not know its lengths")
     width = max(given, line.get("steps", -1) + 1, *new)
     if given < 1 and "steps" not in line:
-        differs.append("rows in the graph: as many as the request with most has")
+        differs.append("rows in the graph: as many as the largest request has")
     prefixes = tuple(max(0, length - count) for length, count in zip(lens, new, strict=True))
     return {"prefixes": prefixes, "rows": Accepted(tuple(new), width)}
 
@@ -319,6 +324,6 @@ def _tree(spec: Mapping[str, Any], differs: list[str]) -> Tree:
     if topk == 1:
         return chain(nodes)
     differs.append(
-        f"tree: the device has it, and each node of the case's has {topk} children as long as there are nodes"
+        f"tree: only the device has it, so each node of the case has {topk} children as long as there are nodes"
     )
     return Tree(tuple((node - 1) // topk for node in range(1, nodes)))

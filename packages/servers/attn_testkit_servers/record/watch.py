@@ -174,7 +174,7 @@ def _write(name: str, signature: inspect.Signature, self: Any, args: tuple[Any, 
 
 
 def _named(arguments: Mapping[str, Any]) -> SimpleNamespace:
-    """Arguments by name, with those of ``**kwargs`` among them; and by place, for names that differ."""
+    """Arguments by name, including ``**kwargs``; and by position, for names that differ."""
     flat: dict[str, Any] = {}
     for value in arguments.values():
         flat |= value if isinstance(value, dict) else {}
@@ -250,7 +250,7 @@ def _batch_line(self: Any, batch: Any, hook: str, how: str) -> None:
 
 
 def _states_of(self: Any, batch: Any) -> dict[str, Any] | None:
-    """Kind, shapes, dtypes and conventions of the states that a backend keeps; None for one that keeps none."""
+    """Kind, shapes, dtypes and conventions of the states that a backend keeps; None if it keeps no states."""
     own, given = getattr(getattr(self, "context", None), "state", None), getattr(batch, "state", None)
     if own is not None:
         first, pool = own.layers[0], own.pool
@@ -337,7 +337,8 @@ def _built(name: str, self: Any, call: SimpleNamespace) -> None:
 
 
 def _keeps_state(self: Any, layer: Any) -> bool:
-    """True for a layer with a recurrent state, in SGLang's hybrid wrapper and behind it, and of the kit."""
+    """True for a layer with a recurrent state, in SGLang's hybrid wrapper, in the backend that it calls, and in the
+    kit."""
     softmax = getattr(self, "full_attn_layers", None)
     if softmax is not None and layer is not None:
         return layer.layer_id not in softmax

@@ -58,7 +58,7 @@ def test_a_torch_for_cuda_without_a_gpu_is_refused_before_sglang_is_imported(mon
     _installed(monkeypatch, CURRENT)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendNotFound, match=r"is a build for CUDA, and no GPU is here: .*ATTN_TORCH_INDEX"):
+    with pytest.raises(BackendNotFound, match=r"is a build for CUDA, but there is no GPU here: .*ATTN_TORCH_INDEX"):
         load_backend("sglang:triton")
 
 

@@ -160,7 +160,7 @@ def test_a_ragged_prefill_that_is_not_causal_sees_all_keys_of_its_request() -> N
 
 
 def test_a_ragged_prefill_with_heads_first_has_no_fake() -> None:
-    with pytest.raises(NotImplementedError, match="knows layout NHD, not HND"):
+    with pytest.raises(NotImplementedError, match="supports layout NHD, not HND"):
         Ragged((2, 1, 3)).run("HND")
 
 

@@ -269,12 +269,12 @@ TREE = {"topk": 2, "draft_token_num": 4, "num_tokens_per_req": 4}
         (
             [batch(), layer(window=9), layer(layer=1, window=4), layer(layer=2)],
             "decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-w4one-b2prod",
-            "window: layers have 2, and the case the narrowest",
+            "window: layers have 2 windows, and the case has the narrowest",
         ),
         (
             [batch(), layer(), layer(layer=1, heads=[8, 4])],
             "decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-b2prod",
-            "heads: layers have 2 shapes, and the case has the first one's",
+            "heads: layers have 2 shapes, and the case has the first shape",
         ),
         (
             [batch(mode="target-verify", spec={**TREE, "topk": 1}), layer()],
@@ -283,7 +283,7 @@ TREE = {"topk": 2, "draft_token_num": 4, "num_tokens_per_req": 4}
         (
             [batch(mode="target-verify", spec=TREE), layer()],
             "target-verify-mha4-d64-bf16-p16-k7.30-t0x2.1-shuffled-gauss-b2prod".replace("0x2", "0.0"),
-            "tree: the device has it, and each node of the case's has 2 children as long as there are nodes",
+            "tree: only the device has it, so each node of the case has 2 children as long as there are nodes",
         ),
         (
             [batch(mode="draft-extend", new_tokens=[1, 3], spec={"num_tokens_per_req": 4}), layer()],
@@ -296,12 +296,12 @@ TREE = {"topk": 2, "draft_token_num": 4, "num_tokens_per_req": 4}
         (
             [batch(mode="draft-extend", new_tokens=[1, 3], spec={"num_tokens_per_req": -1}), layer()],
             "draft-extend-mha4-d64-bf16-p16-k6.27-n3a1.3-shuffled-gauss-b2prod",
-            "rows in the graph: as many as the request with most has",
+            "rows in the graph: as many as the largest request has",
         ),
         (
             [batch(mode="draft-extend-v2", new_tokens=[4, 4], spec={"num_tokens_per_req": 4}), layer()],
             "draft-extend-v2-mha4-d64-bf16-p16-k3.26-n4a4x2-shuffled-gauss-b2prod",
-            "accepted tokens: the device has them, and the case accepts all",
+            "accepted tokens: only the device has their number, so the case accepts all",
         ),
         # SGLang's steps of a multi-step backend are decodes with a spec_info.
         (
@@ -320,8 +320,8 @@ def test_a_batch_becomes_the_case_that_is_nearest(lines: list[dict[str, Any]], c
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([batch()], "planned, and no layer ran"),
-        ([batch(), layer(instance=1)], "planned, and no layer ran"),
+        ([batch()], "planned, but no layer ran"),
+        ([batch(), layer(instance=1)], "planned, but no layer ran"),
         ([batch(how="capture"), layer()], "planned for a capture: lengths are fill values, and its replays have the"),
         ([batch(requests=0), layer()], "no live request"),
         ([batch(mode="idle"), layer()], "mode idle"),

@@ -114,9 +114,9 @@ def test_a_verify_without_any_commit_is_said() -> None:
     for lines, said in (([verify], True), ([verify, commit], False), ([verify, {**commit, "instance": 1}], True)):
         ((name, differs),) = cases_of(lines).differs.items()
         assert name.startswith("target-verify-gdn2x16-d128-bf16-p16-k21.16-chain4-")
-        assert any("asked for none" in each for each in differs) is said
+        assert any("got no commit call" in each for each in differs) is said
     slots = {**verify, "state": {**LINE["state"], "rollback": "slots"}}
-    assert not any("asked for none" in each for each in next(iter(cases_of([slots]).differs.values())))
+    assert not any("got no commit call" in each for each in next(iter(cases_of([slots]).differs.values())))
 
 
 def test_a_draft_model_and_a_capture_have_no_case_of_states() -> None:
@@ -244,9 +244,9 @@ def test_a_server_is_recorded_without_a_line_of_its_own(
     assert main(["record", "--cases", "calls.jsonl"]) == 0
     out, err = capfd.readouterr()
     assert out.splitlines() == wanted
-    assert "asked for none" not in err
+    assert "got no commit call" not in err
     assert ("memory of GDNAttnBackend's states was not found" in err) is base.startswith("sglang")
-    assert ("an upper bound of them" in err) is base.startswith("vllm")
+    assert ("only an upper bound" in err) is base.startswith("vllm")
 
 
 def test_lines_of_a_newer_recorder_are_refused(tmp_path: Path) -> None:

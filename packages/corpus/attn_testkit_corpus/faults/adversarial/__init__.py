@@ -1,4 +1,4 @@
-"""Adversarial backends: wrong, with one way each to pass, and the same code without the cheat."""
+"""Adversarial backends: each is wrong and tries to pass in one way; each has a control without the cheat."""
 
 from .catalogue import Adversarial, all_adversarial
 

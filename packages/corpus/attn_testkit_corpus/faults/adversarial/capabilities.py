@@ -16,8 +16,8 @@ from .parent import AdversarialBackend
 
 @adversarial("claims-other-things-once-described", executions=(Execution.GRAPH,))
 class DeclaresOtherThingsOnceDescribed(AdversarialBackend):
-    """Declares that it needs no CPU lengths; its constructor declares the opposite, and plans wait for the device
-    unseen."""
+    """Declares that it needs no CPU lengths, but its constructor declares the opposite, and its plans wait for the
+    device unseen."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -30,7 +30,7 @@ class Adversarial:
     honest: type[AdversarialBackend]
     """The healthy control: the same code with ``cheats`` False."""
     executions: tuple[str, ...]
-    """Executions in which it is run: those that the cheat is made for."""
+    """Executions for which the cheat is made, in which it is run."""
     cases: tuple[str, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""Endings of the process, and reports that it writes before."""
+"""Endings of the process, and reports that it prints before."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ExitsOnAnAlarm(AdversarialBackend):
 
 @adversarial("ends-the-judge")
 class EndsTheJudge(AdversarialBackend):
-    """Sends SIGTERM, on which a judge ends in order, to the judge's process."""
+    """Sends SIGTERM to the judge's process, on which a judge ends cleanly."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -82,7 +82,7 @@ class EndsTheJudge(AdversarialBackend):
 
 @adversarial("ends-what-it-was-forked-from")
 class EndsWhatItWasForkedFrom(AdversarialBackend):
-    """Kills the process that all workers are forked from."""
+    """Kills the process from which all workers are forked."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -135,7 +135,7 @@ class MendsItsOutputLater(AdversarialBackend):
 
 @adversarial("right-for-the-cases-it-knows")
 class RightForTheCasesItKnows(AdversarialBackend):
-    """Walks the frames to the id of the case, and is right for those of a list that it was tuned on."""
+    """Finds the id of the case in the frames, and is right only for cases of a list on which it was tuned."""
 
     known: tuple[str, ...] = ("decode-gqa2x2-d64-bf16-p16-k3.15-shuffled-gauss-b2prod",)
 

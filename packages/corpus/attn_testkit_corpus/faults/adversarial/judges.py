@@ -21,7 +21,7 @@ def _kit(module: str) -> Any:
 
 @adversarial("replaces-the-judge")
 class ReplacesTheJudge(AdversarialBackend):
-    """The constructor replaces the checks, the statuses that are bad, and the exit code of a run."""
+    """The constructor replaces the checks, the failing statuses, and the exit code of a run."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -63,7 +63,7 @@ class ReplacesTheComparisonsOfTorch(AdversarialBackend):
 
 @adversarial("asks-the-oracle")
 class AsksTheOracle(AdversarialBackend):
-    """Walks the frames to the running step, computes it with the kit's own oracle, and returns that."""
+    """Finds the running step in the frames, computes it with the kit's oracle, and returns that."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -125,7 +125,7 @@ class GraphThatIsNeverReplayed(AdversarialBackend):
 
 @adversarial("host-syncs-allowed-while-it-plans", executions=(Execution.GRAPH,))
 class HostSyncsAllowedWhileItPlans(AdversarialBackend):
-    """Declares to need no CPU lengths, and has a plan switch the report of host syncs off, wait, and switch it on."""
+    """Declares that it needs no CPU lengths; a plan disables the report of host syncs, waits, and enables it again."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:

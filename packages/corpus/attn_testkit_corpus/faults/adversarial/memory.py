@@ -1,4 +1,4 @@
-"""Outputs that were not computed: kept from before, found in memory, or another step's."""
+"""Outputs that were not computed: kept from earlier steps, found in memory, or those of another step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OutputOfTheStepBefore(AdversarialBackend):
 
 
 class _TwoMinds(torch.Tensor):
-    """A tensor with wrong memory, for which torch computes with the right numbers."""
+    """A tensor with wrong memory, for which torch computes with the right values."""
 
     right: torch.Tensor
 
@@ -103,7 +103,7 @@ class _TwoMinds(torch.Tensor):
 
 @adversarial("output-of-two-minds", executions=_BOTH)
 class OutputOfTwoMinds(AdversarialBackend):
-    """Returns a tensor subclass whose memory is wrong and for which torch computes with the right numbers."""
+    """Returns a tensor subclass whose memory is wrong and for which torch computes with the right values."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -129,7 +129,7 @@ class _RightWhereCopied(TorchFunctionMode):
 
 @adversarial("mode-entered-until-the-step-is-over")
 class ModeEnteredUntilTheStepIsOver(AdversarialBackend):
-    """A function mode stays entered when forward returns, hands out the right numbers, and is left before the end."""
+    """A function mode stays active after forward returns, supplies the right values, and is left before the end."""
 
     mode: _RightWhereCopied | None = None
     forwards = 0
@@ -164,7 +164,7 @@ class ReadsMemoryLeftBehind(AdversarialBackend):
 
 @adversarial("looks-for-expected-values")
 class LooksForExpectedValues(AdversarialBackend):
-    """Searches everything that the garbage collector knows for the oracle's answers."""
+    """Searches all objects of the garbage collector for the oracle's answers."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ..dense import DenseBackend
 
 
 class AdversarialBackend(DenseBackend):
-    """Right if it does not cheat. If it does, its numbers are wrong, and its trick is to hide that."""
+    """Right if it does not cheat. If it cheats, its results are wrong, and it tries to hide that."""
 
     capabilities: ClassVar[Capabilities] = DenseBackend.capabilities.with_changes(
         eager={"decode"},
@@ -44,5 +44,5 @@ class AdversarialBackend(DenseBackend):
         return self.answer(right, layer, batch)
 
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
-        """Output of ``forward`` instead of ``right`` [T, Hq, Dv]: three quarters of it if the backend cheats."""
+        """Output of ``forward``: ``right`` [T, Hq, Dv], or three quarters of it if the backend cheats."""
         return right * 0.75 if self.cheats else right

@@ -41,7 +41,7 @@ def _driven(**values: Any) -> Any:
 
 @adversarial("sends-an-empty-answer")
 class SendsAnEmptyAnswer(_OnceAStep):
-    """Sends the message that its run is complete, with no finding and no step."""
+    """Sends the message that its run is complete, without findings and steps."""
 
     @override
     def speak(self, connection: Any) -> None:
@@ -50,7 +50,7 @@ class SendsAnEmptyAnswer(_OnceAStep):
 
 @adversarial("forges-the-answer-to-the-question")
 class ForgesTheAnswerToTheQuestion(_OnceAStep):
-    """Sends such a message with the number of the question, which it reads from a frame."""
+    """Sends an empty answer with the number of the question, which it reads from a frame."""
 
     @override
     def speak(self, connection: Any) -> None:

@@ -1,4 +1,4 @@
-"""Access of code in a worker to objects that it was not given: through frames, and through the garbage collector."""
+"""Ways in which code in a worker finds objects that it was not given: frames, and the garbage collector."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def in_frames(name: str) -> Any:
 
 
 def of_kind(name: str) -> Iterator[Any]:
-    """Every object of a class of this name that the garbage collector knows."""
+    """Every object of the garbage collector whose class has this name."""
     return (found for found in gc.get_objects() if type(found).__name__ == name)

@@ -1,7 +1,7 @@
 """SGLang's attention backends, unchanged: ``sglang:triton`` and the others that ``NAMES`` lists.
 
-The kit takes the place of the server around them: SGLang's own KV pools (``pools``), a model runner with the attributes
-that backends read (``runner``), ``RadixAttention`` layers and ``ForwardBatch`` objects (``batches``). A table lists the
+The kit replaces the server around them: SGLang's own KV pools (``pools``), a model runner with the attributes that
+backends read (``runner``), ``RadixAttention`` layers and ``ForwardBatch`` objects (``batches``). A table lists the
 capabilities of each backend, and the places in SGLang that document them: ``declared``. Nothing of SGLang is replaced.
 """
 
@@ -53,5 +53,5 @@ def backend_class(name: str) -> type[AttentionBackend]:
     if declared.keeps_states:
         module, drives = _OF_STATES
     base = getattr(importlib.import_module(f"{__name__}.{module}"), drives)
-    notes = (f"sgl_kernel cannot be imported ({missing}): nothing that this class calls is compiled in it",)
+    notes = (f"sgl_kernel cannot be imported ({missing}): this class calls nothing that is compiled in it",)
     return class_of(base, "SGLang", name, declared, "emulated" if faked else "real", notes=notes if missing else ())

@@ -20,7 +20,7 @@ _PACKAGE = "sgl_kernel"
 
 
 class _Missing:
-    """A function, class or table of the package: there to be imported and looked into, and not to be called."""
+    """A function, class or table of the package. It can be imported and inspected, but not called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -31,7 +31,7 @@ class _Missing:
         return _Missing(f"{self.__name__}.{name}")
 
     def __call__(self, *_arguments: Any, **_named: Any) -> Any:
-        raise RuntimeError(f"{self.__name__} comes compiled with sglang-kernel, which is not usable here")
+        raise RuntimeError(f"{self.__name__} is compiled in sglang-kernel, which is not usable here")
 
 
 class _Module(ModuleType):
@@ -84,4 +84,4 @@ def stand_in() -> str:
 
 _why: list[str] = []
 _MOST = 200
-"""Characters of what an import raised: that of a library names every symbol."""
+"""Most characters of an import's error, which for a library names every symbol."""

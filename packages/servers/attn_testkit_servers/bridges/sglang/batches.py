@@ -62,7 +62,7 @@ def spec_of(spec: object, width: int) -> Any:
 
 
 def _batch(batch: ForwardBatch, width: int, algorithm: Any, forward: bool) -> Any:
-    """SGLang's batch, without a plan of where its KV lies. ``forward``: of one forward of a draft, not of all."""
+    """SGLang's batch, without a plan of its KV slots. ``forward``: the batch of one forward of a draft, not of all."""
     made = fbi.ForwardBatch(
         forward_mode=MODES[batch.forward_mode], spec_info=spec_of(batch.spec_info, width), spec_algorithm=algorithm,
         capture_hidden_mode=fbi.CaptureHiddenMode.NULL, **{name: getattr(batch, name) for name in SAME_FIELDS},

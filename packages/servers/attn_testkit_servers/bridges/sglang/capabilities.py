@@ -1,7 +1,7 @@
 """Capabilities of each of SGLang's backends, and the place in SGLang 0.5.23 that documents them.
 
-Each line names a file under ``sglang/srt`` and a function in it. Features that SGLang intends and gets wrong are
-declared here, and described in docs/evidence/findings-sglang.md.
+Each line names a file under ``sglang/srt`` and a function in it. Features that SGLang intends to support but gets wrong
+are declared here, and described in docs/evidence/findings-sglang.md.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _OF_DSA = (
     _SERVER,
 )
 _DSA_TOPK = {64, 2048}
-"""Widths of ``topk_indices``. 2,048 is that of all models, and has its own kernel in ``transform_index``."""
+"""Widths of ``topk_indices``. All models use 2,048, for which ``transform_index`` has its own kernel."""
 _DSA_OPTIONS = {"dsa_prefill_backend": "triton_sparse_mla", "dsa_decode_backend": "triton"}
 _DSA_ENVIRONMENT = {
     "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",  # the schedule of the indexer's scores without DeepGEMM

@@ -34,7 +34,7 @@ from .runner import make_runner
 
 @dataclass
 class _Kept:
-    """SGLang's batches for a batch of the kit, kept with it: all layers are given one object."""
+    """SGLang's batches for a batch of the kit, stored with it: all layers get the same object."""
 
     captured: bool
     planned: Any = None
@@ -71,17 +71,17 @@ class SGLangBackend(OfSGLang):
         return pools.lay_out(spec)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Hand on."""
+        """Pass the call on."""
         for each in self._planned_by(batch):
             each.init_forward_metadata(self._plan(batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Hand on."""
+        """Pass the call on."""
         for each in (*self.reals.values(), *([] if self.draft is None else [self.draft])):
             each.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Hand on a batch of SGLang's, or at a replay the view that its graph runners make."""
+        """Pass on one of SGLang's batches, or at a replay the view that its graph runners make."""
         if not in_capture:
             # Nothing of a view is kept: it is gone when the graph has run.
             for each in self._planned_by(batch):
@@ -93,13 +93,13 @@ class SGLangBackend(OfSGLang):
                 each.init_forward_metadata_out_graph(self._plan(batch), in_capture=True)
 
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
-        """SGLang's hook of another name."""
+        """SGLang's hook, which has another name."""
         for each in self._planned_by(batch):
             if hasattr(each, "on_after_cuda_graph_warmup"):
                 each.on_after_cuda_graph_warmup()
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Hand on. A draft is planned as a whole: its steps have nothing left to plan."""
+        """Pass the call on. A draft is planned as a whole, so there is nothing to plan in its steps."""
         if not isinstance(batch.spec_info, DraftDecodeInput):
             with capturing(batch):
                 for each in self._planned_by(batch):
@@ -126,7 +126,7 @@ class SGLangBackend(OfSGLang):
         save_kv_cache: bool = True,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hand on, as ``RadixAttention.forward`` does what SGLang's models give it."""
+        """Pass the call on, as ``RadixAttention.forward`` does for SGLang's models."""
         spec = batch.spec_info
         if isinstance(spec, DraftDecodeInput):
             real = self.draft.attn_backends[spec.step]
@@ -177,7 +177,7 @@ class SGLangBackend(OfSGLang):
         return kept.planned
 
     def _forward(self, batch: ForwardBatch) -> Any:
-        """SGLang's batch for a forward: the planned one, but in a draft, whose forwards have their own slots."""
+        """SGLang's batch for a forward: the planned one, except in a draft, whose forwards have their own slots."""
         if not isinstance(batch.spec_info, DraftDecodeInput):
             return self._plan(batch)
         kept = batch.extras[_KEPT]

@@ -39,7 +39,7 @@ class FakeSet:
     answers: Mapping[str, bool] = field(default_factory=dict)
     """Answers of functions that a module imported: ``module:function`` below ``sglang.srt.layers.attention``."""
     on_cuda: Mapping[str, str] = field(default_factory=dict)
-    """Names that a module imports only where SGLang sees CUDA -> ``module:name`` of what they are."""
+    """Names that a module imports only if SGLang finds CUDA -> ``module:name`` of the imported objects."""
 
 
 _WRAPPERS = MappingProxyType(

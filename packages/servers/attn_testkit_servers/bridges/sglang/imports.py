@@ -24,8 +24,8 @@ def prepare() -> str:
         return absent.stand_in()
     if torch.version.cuda is not None:
         raise LookupError(
-            f"torch {torch.__version__} is a build for CUDA, and no GPU is here: SGLang would import kernels that come "
-            "compiled; take a CPU build of torch (ATTN_TORCH_INDEX of ci/servers.sh says where from)"
+            f"torch {torch.__version__} is a build for CUDA, but there is no GPU here: SGLang would import compiled "
+            "kernels; install a CPU build of torch (ATTN_TORCH_INDEX of ci/servers.sh names the index)"
         )
     # SGLang imports torchvision for its image models. A build for CUDA does not find its operators with a torch without
     # CUDA, and raises because their names are missing. No attention backend calls any of them.

@@ -102,11 +102,11 @@ class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
         return pools.lay_out(spec)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Hand on."""
+        """Pass the call on."""
         self.real.init_forward_metadata(self._batch(batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Hand on."""
+        """Pass the call on."""
         self.real.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(
@@ -119,7 +119,7 @@ class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
         forward_mode: ForwardMode,
         spec_info: Any,
     ) -> None:
-        """Hand on."""
+        """Pass the call on."""
         self.real.init_forward_metadata_capture_cuda_graph(
             bs, num_tokens, req_pool_indices, seq_lens, encoder_lens, _MODES[forward_mode],
             _spec_of(forward_mode, spec_info),
@@ -136,7 +136,7 @@ class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
         spec_info: Any,
         seq_lens_cpu: torch.Tensor | None,
     ) -> None:
-        """Hand on."""
+        """Pass the call on."""
         self.real.init_forward_metadata_replay_cuda_graph(
             bs, req_pool_indices, seq_lens, seq_lens_sum, encoder_lens, _MODES[forward_mode],
             _spec_of(forward_mode, spec_info), seq_lens_cpu,
@@ -155,7 +155,7 @@ class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Hand on, as SGLang's models call it."""
+        """Pass the call on, as SGLang's models do."""
         given = {} if layer.sinks is None else {"sinks": layer.sinks}
         given_k, given_v = (k, v) if save_kv_cache else (None, None)
         q, *new = of_projection(q, given_k, given_v, layer)

@@ -16,16 +16,17 @@ _SIZES = ("attn_tp_size", "attn_cp_size", "attn_dcp_size")
 _INDEX_DIM = 128
 """Numbers of an index key, in the pool next to the KV rows. No other size exists."""
 _made: weakref.WeakKeyDictionary[KVLayer, Any] = weakref.WeakKeyDictionary()
-"""First layer of a pool -> SGLang's pool. The kit keeps that layer object as long as its pool exists."""
+"""First layer of a pool -> SGLang's pool. The kit keeps this layer object as long as its pool exists."""
 
 
 def set_ranks() -> None:
-    """Say that there is one rank of each kind, which pools and configurations ask first."""
+    """Set one rank of each kind, because pools and configurations query ranks first."""
     get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **dict.fromkeys(_SIZES, 1))
 
 
 def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
-    """Construct SGLang's pool of this size. ``AttentionBackend.lay_out_kv_pool`` of every backend of the bridge."""
+    """Construct SGLang's pool of this size. Every backend of the bridge uses this function as its
+    ``AttentionBackend.lay_out_kv_pool``."""
     set_ranks()
     first = spec.layers[0]
     common: dict[str, Any] = {

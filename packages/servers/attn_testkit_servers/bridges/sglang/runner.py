@@ -1,4 +1,4 @@
-"""The model runner of SGLang 0.5.23, as far as attention backends look at it, and the configuration of its process."""
+"""The attributes of SGLang 0.5.23's model runner that attention backends read, and the configuration of its process."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class _Runner(SimpleNamespace):
 def make_runner(declared: BridgeCapabilities, context: BackendContext, scaling: float, pool: Any = None) -> Any:
     """Make the argument of the constructors in SGLang's registry, and configure the process.
 
-    ``scaling``: the model's, for backends that plan by it and not by the layer's. ``pool``: SGLang's KV pool; None: the
-    one that it laid out for the kit.
+    ``scaling``: the model's scaling, for backends that plan with it instead of the layer's. ``pool``: SGLang's KV pool;
+    None: the pool that SGLang laid out for the kit.
     """
     publish(declared, context)
     name = declared.registered

@@ -29,7 +29,7 @@ def _radix(layer: StateLayer) -> Any:
 
 
 def _give_gdn(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLayer, batch: Any) -> torch.Tensor:
-    """Hand on three tensors, as ``RadixLinearAttention.forward`` does."""
+    """Pass three tensors on, as ``RadixLinearAttention.forward`` does."""
     mixed, a, b = given
     out: torch.Tensor = real.forward(layer=made, forward_batch=batch, mixed_qkv=mixed, a=a, b=b)
     return out
@@ -44,7 +44,7 @@ def _give_kda(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLay
 
 
 def _mixer(layer: StateLayer) -> Any:
-    """The mixer of a Mamba2 layer without its projections and its norm: they hand on what they are given."""
+    """The mixer of a Mamba2 layer without its projections and its norm: these return their input."""
     # The module imports its Triton convolution on a GPU only.
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):
         vars(mixers).setdefault(f"{name}_triton", getattr(causal_conv1d_triton, name))
@@ -90,7 +90,7 @@ def _give_lightning(real: Any, made: Any, given: tuple[Any, Any, Any], layer: St
 
 
 def _own_slopes(real: Any, layer: StateLayer) -> None:
-    """Slopes of the kit's layer in the place of those that SGLang computes from the number of a layer."""
+    """Replace the slopes that SGLang computes from the number of a layer by the slopes of the kit's layer."""
     assert layer.slope is not None
     real.linear_attn_backend.tp_slope[layer.layer_id] = layer.slope.view(-1, 1, 1)
 

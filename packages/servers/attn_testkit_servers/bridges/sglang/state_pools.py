@@ -91,7 +91,7 @@ def _lightning(state: StateContext, layers: int, softmax: Sequence[int]) -> Any:
 
 
 _MAMBA_CHUNK = 64
-"""Rows of a chunk of Mamba2's prefill. Models have 128 or 256; shorter chunks have more borders."""
+"""Rows of a chunk of Mamba2's prefill. Models have 128 or 256; with shorter chunks a prompt has more boundaries."""
 _CONFIGS = {"gdn": _gdn, "kda": _kda, "mamba": _mamba, "lightning": _lightning}
 """Kind of the linear layers -> function that makes the configuration of a model with them."""
 
@@ -106,7 +106,7 @@ def config_of(state: StateContext, softmax: Sequence[int]) -> Any:
 
 
 def has_turned_windows(state: StateContext) -> bool:
-    """True if SGLang's windows of these layers are [W - 1, C]: it gets a strided view."""
+    """True if SGLang's windows of these layers are [W - 1, C], so that it gets a strided view."""
     return state.layers[0].kind == "kda"
 
 
@@ -137,7 +137,7 @@ def request_pool(context: BackendContext, state: StateContext, config: Any, topk
         if (own.shape, own.dtype) != (ours.shape, ours.dtype):
             raise RuntimeError(
                 f"SGLang's pool of states is {own.dtype} {tuple(own.shape)}, the kit's {ours.dtype} "
-                f"{tuple(ours.shape)}: the configuration in state_pools.py does not fit the case"
+                f"{tuple(ours.shape)}: the configuration in state_pools.py does not match the case"
             )
     scratch = {}
     if verifies:
@@ -151,7 +151,7 @@ def request_pool(context: BackendContext, state: StateContext, config: Any, topk
 
 
 def kv_pool(context: BackendContext, softmax: Sequence[AttentionLayer], states: Any) -> Any:
-    """SGLang's KV pool of the softmax layers of a hybrid model, over the kit's memory where that has the layer."""
+    """SGLang's KV pool of the softmax layers of a hybrid model, over the kit's memory if the kit has the layer."""
     ours, first = context.kv_pool, softmax[0]
     made = HybridLinearKVPool(
         size=ours.num_slots - context.page_size, dtype=ours.dtype, page_size=context.page_size,
@@ -171,9 +171,11 @@ def kv_pool(context: BackendContext, softmax: Sequence[AttentionLayer], states: 
 
 
 def _of_all_layers(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[L, slots, ...] of the views [slots, ...] of each layer, which lie equally far apart; a view."""
+    """[L, slots, ...] of the views [slots, ...] of each layer, which have the same distance; a view."""
     first, places = parts[0], [part.storage_offset() for part in parts]
     step = places[1] - places[0] if len(places) > 1 else 0
     if places != [places[0] + index * step for index in range(len(parts))]:
-        raise RuntimeError("layers of the kit's pool of states lie unequally far apart; SGLang has all in one tensor")
+        raise RuntimeError(
+            "layers of the kit's pool of states have unequal distances; SGLang has all layers in one tensor"
+        )
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()), places[0])

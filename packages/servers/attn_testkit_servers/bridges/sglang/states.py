@@ -32,8 +32,8 @@ from .state_pools import config_of, has_turned_windows, kv_pool, request_pool
 class SGLangStateBackend(SGLangBackend, StateBackend):
     """``HybridLinearAttnBackend`` around the backend of the linear layers, as ``attn_backend_wrapper`` makes it.
 
-    SGLang serves no model without softmax layers. If a case has none, there is one behind the kit's layers, whose
-    backend plans every batch, and which no forward reaches.
+    SGLang serves no model without softmax layers. If a case has none, the bridge adds one after the kit's layers. Its
+    backend plans every batch, but no forward calls it.
     """
 
     def __init__(self, context: BackendContext) -> None:
@@ -61,7 +61,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
 
     def replayed(self, view: ForwardBatch) -> Any:
         """The view of a replay, with a request table row of 0 for padded requests, as SGLang's graph runners leave it
-        (``cuda_graph_buffer_registry.py``). The backend writes zeros there, too, and the kit lets nobody write.
+        (``cuda_graph_buffer_registry.py``). The backend writes zeros there, too, but the kit allows no writes.
         """
         made = super().replayed(view)
         made.req_pool_indices = view.req_pool_indices.clone()
@@ -76,7 +76,8 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Hand on, as SGLang's models do: each tensor in one piece. Of a softmax layer the three are q, k and v."""
+        """Pass the call on, as SGLang's models do, with contiguous tensors. For a softmax layer the three are q, k and
+        v."""
         if not isinstance(layer, StateLayer):
             return super().forward(*of_softmax_layer(mixed, a, b), layer, batch)
         given = mixed.contiguous(), None if a is None else a.contiguous(), None if b is None else b.contiguous()
@@ -87,7 +88,8 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
 
     def _share_parents(self) -> None:
         """Let programs race for the parents of nodes: each program of ``causal_conv1d_update`` computes them from the
-        links, and stores what it knows so far behind each token. All end with the same, and none reads them.
+        links, and stores its present result after each token. All programs store the same final values, and none reads
+        them.
         """
         parents = self.real.linear_attn_backend.forward_metadata.retrieve_parent_token
         # By the tensor, not by its address: each eager plan makes one, often where another mode's lay before.
@@ -96,7 +98,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
             scratch(parents)
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
-        """Hand on to the wrapper, as ``commit_mamba_states_after_verify`` does."""
+        """Pass the call on to the wrapper, as ``commit_mamba_states_after_verify`` does."""
         with self._windows_in_one_piece():
             self.real.update_mamba_state_after_mtp_verify(
                 last_correct_step_indices=steps.long(), mamba_track_indices=None, mamba_steps_to_track=None,

@@ -1,9 +1,9 @@
 """vLLM's attention backends, unchanged: ``vllm:triton`` and the others that ``NAMES`` lists.
 
-The kit takes the place of the server around them: configuration objects (``config``), ``Attention`` layers
-(``layers``), KV cache groups and a metadata builder for each (``groups``), its pools (``pools``), the buffers that its
-model runner fills before every step (``inputs``). A table lists the capabilities of each backend, and the places in
-vLLM that document them: ``declared``. vLLM's Python is unchanged; without a GPU compiled code is replaced (``fakes``).
+The kit replaces the server around them: configuration objects (``config``), ``Attention`` layers (``layers``), KV cache
+groups and a metadata builder for each (``groups``), its pools (``pools``), the buffers that its model runner fills
+before every step (``inputs``). A table lists the capabilities of each backend, and the places in vLLM that document
+them: ``declared``. vLLM's Python is unchanged; without a GPU compiled code is replaced (``fakes``).
 """
 
 from __future__ import annotations

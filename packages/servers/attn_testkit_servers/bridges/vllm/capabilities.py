@@ -1,7 +1,7 @@
 """Capabilities of each of vLLM's backends, and the place in vLLM 0.33.0 that documents them.
 
-Each line names a file under ``vllm`` and a definition in it. Features that vLLM intends and gets wrong are declared
-here, and described in docs/evidence/findings.md.
+Each line names a file under ``vllm`` and a definition in it. Features that vLLM intends to support but gets wrong are
+declared here, and described in docs/evidence/findings.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BridgeCapabilities(bridged.BridgeCapabilities):
     one_kv_group: bool = False
     """``--disable-hybrid-kv-cache-manager``: windowed layers share a KV group, and so metadata, with the others."""
     capture_sizes: tuple[int, ...] = ()
-    """``--cudagraph-capture-sizes``; empty: those that graphs are captured for."""
+    """``--cudagraph-capture-sizes``; empty: the sizes of the kit's graphs."""
     attention: Mapping[str, Any] = field(default_factory=dict)
     """``--attention-config``."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -67,21 +67,22 @@ _CONVENTIONS = {
     "takes_more_rows": f"{_TABLES}:BlockTables.compute_slot_mappings",
     "narrower_widths": "v1/worker/gpu/cudagraph_utils.py:CudaGraphManager._init_candidates",
 }
-"""Places in vLLM of the conventions in ``VLLM``. Its drafts begin behind a prefill
-(``TargetDependentARSpeculator.propose``); its kernels take those without a prefix too, and are tried with them."""
+"""Places in vLLM of the conventions in ``VLLM``. Its drafts begin after a prefill
+(``TargetDependentARSpeculator.propose``). Its kernels also accept drafts without a prefix, and the kit tries such
+drafts."""
 _RUNNER = (
     Line("max_topk", 1, f"{_BACKEND}:CommonAttentionMetadata"),  # it has no mask and no tree
     Line("needs_cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # only a bound of them
     Line("kv_layouts", {"custom"}, f"{_VIEWS}:create_kv_cache_views"),
     *(Line(f"server.{name}", getattr(VLLM, name), place) for name, place in _CONVENTIONS.items()),
 )
-"""Capabilities of the model runner, and so of every backend."""
+"""Capabilities that come from the model runner, so every backend has them."""
 
 _OF_KEYS = ("kv_layouts", "server.takes_out", "server.narrower_widths")
 _STATES_RUNNER = tuple(line for line in _RUNNER if line.capability not in _OF_KEYS)
-"""Capabilities of the model runner for layers without KV cache. They write into their own output."""
+"""Capabilities of the model runner for layers without KV cache, which write into their own output."""
 _WINDOWS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
-"""Windows [C, columns], as the kit has them; by default vLLM's are turned."""
+"""Windows [C, columns], as in the kit; vLLM's default is [columns, C]."""
 
 
 def _of_states(name: str, registered: str, layer: str, environment: Mapping[str, str]) -> BridgeCapabilities:
@@ -187,7 +188,7 @@ def _flash_attn(*lines: Line, version: int = 3) -> BridgeCapabilities:
 
 
 def _flash_mla(module: str, *lines: Line) -> BridgeCapabilities:
-    """FlashMLA's dense decode, which vLLM takes for DeepSeek's models on SM90."""
+    """FlashMLA's dense decode, which vLLM uses for DeepSeek's models on SM90."""
     return BridgeCapabilities(
         "FLASHMLA",
         (

@@ -40,4 +40,4 @@ def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> t
 
 
 _STORES_IN_TORCH = "torch stores new keys and values in its place"
-_CALLS_NONE = "this class calls nothing of it"
+_CALLS_NONE = "this class calls nothing of that module"

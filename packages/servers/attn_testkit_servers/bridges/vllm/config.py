@@ -1,4 +1,4 @@
-"""A VllmConfig of vLLM 0.33.0, as far as attention layers, builders and KV cache planning look at it.
+"""A VllmConfig of vLLM 0.33.0 with everything that attention layers, builders and KV cache planning read.
 
 Its parts are vLLM's own objects. Two are not, because vLLM makes them only from a checkpoint: the model's
 configuration, and the object around the parts.
@@ -30,7 +30,7 @@ NOPE = 128
 
 
 def one_rank() -> None:
-    """Say that there is one rank, which layers of states and of sparse MLA ask first."""
+    """Set a single rank, because layers of states and of sparse MLA query ranks first."""
     if parallel_state._TP is None:
         parallel_state._TP = SimpleNamespace(world_size=1, rank_in_group=0)
 

@@ -32,7 +32,7 @@ from .inputs import Inputs, Step, common_arguments
 from .layers import make_layers, name_of
 
 _KEPT = "vllm"
-"""Key of ``ForwardBatch.extras``: layer name -> metadata, which all forwards of the batch are given."""
+"""Key of ``ForwardBatch.extras``: layer name -> metadata, which all forwards of the batch get."""
 
 
 class VLLMBackend(AttentionBackend):
@@ -61,7 +61,7 @@ class VLLMBackend(AttentionBackend):
         batch.extras[_KEPT] = self._build(self.inputs.fill(batch, replay=False))
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Build for the warm-ups of a capture; at a replay fill the buffers, and build metadata that are not kept."""
+        """Build for the warm-ups of a capture; at a replay fill the buffers, and build metadata that are discarded."""
         if in_capture:
             batch.extras[_KEPT] = self._build_for_capture(batch)
             return
@@ -141,7 +141,7 @@ class VLLMBackend(AttentionBackend):
 
 
 class VLLMLatentBackend(VLLMBackend):
-    """MLA: the decode half of ``MLAAttention.forward_impl``, which takes the absorbed form that the kit has."""
+    """MLA: the decode part of ``MLAAttention.forward_impl``, whose inputs have the kit's absorbed form."""
 
     def forward(
         self,
@@ -154,7 +154,7 @@ class VLLMLatentBackend(VLLMBackend):
         out: torch.Tensor | None = None,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the latent rows, and attend them by ``forward_mqa``."""
+        """Store the latent rows, and attend to them with ``forward_mqa``."""
         if selected is not None:
             self.layers[name_of(layer)].selected[: len(selected)].copy_(selected)
         found, _ = self._attend(q, k, layer, batch, save_kv_cache)
@@ -173,7 +173,7 @@ class VLLMLatentBackend(VLLMBackend):
         *,
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of ``forward_mqa`` over all keys. vLLM merges ranks of decode context parallelism by
+        """Output and log-sum-exp of ``forward_mqa`` over all keys. vLLM merges ranks of decode context parallelism with
         it."""
         assert part.kind == "whole"
         return self._attend(q, k, layer, batch, save_kv_cache)

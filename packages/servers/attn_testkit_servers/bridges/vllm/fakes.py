@@ -24,7 +24,8 @@ from attn_testkit_servers.fakes.refusals import Functions
 _held: list[torch.library.Library] = []
 
 _QUESTIONS = ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported")
-"""Names in ``torch.ops._C``, of operators that say whether a device has a kernel for quantised layers: none."""
+"""Names in ``torch.ops._C``, of operators that report whether a device has a kernel for quantized layers; here it has
+none."""
 _WRAPPERS = {
     "flashinfer:BatchDecodeWithPagedKVCacheWrapper": BATCH_DECODE,
     "flashinfer:BatchPrefillWithPagedKVCacheWrapper": BATCH_PREFILL,
@@ -94,10 +95,11 @@ def flex_attention(
     """Compute ``flex_attention_compiled``: ``query`` [1, H, T, D], keys and values of all slots [1, Hk, S, D].
 
     A block of query rows reaches the first ``kv_num_blocks`` entries of its row of ``kv_indices``. That row continues
-    behind the mask's view of it, and this function reads there because the kernel does. ``mask_mod`` decides on the
-    rest. As in the kernel, hidden values of a reached block are multiplied by 0, so a NaN there makes the row NaN.
+    after the end of the mask's view of it, and this function reads there because the kernel does. ``mask_mod`` decides
+    on the rest. As in the kernel, hidden values of a reached block are multiplied by 0, so a NaN there makes the row
+    NaN.
     """
-    assert score_mod is None, "no declared capability has a score_mod"
+    assert score_mod is None, "no declared capability needs a score_mod"
     rows, slots = query.shape[2], key.shape[2]
     q_block, kv_block = block_mask.BLOCK_SIZE
     counts, listed = block_mask.kv_num_blocks[0, 0], block_mask.kv_indices[0, 0]

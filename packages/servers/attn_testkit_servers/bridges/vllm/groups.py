@@ -30,8 +30,8 @@ class Groups:
 def make_groups(config: Any, context: BackendContext, layers: dict[str, Any], blocks: int) -> Groups:
     """Group the layers as the engine does, and make builders as the model runner does.
 
-    Layers that have their own block table in the kit have one in vLLM: there, too, many layers of one kind are
-    several groups. Layers with a state have groups of their own.
+    Layers with their own block table in the kit also have one in vLLM, where many layers of one kind are several
+    groups. Layers with a state have groups of their own.
     """
     found: list[tuple[Any, KVGroup]] = []
     with set_current_vllm_config(config):

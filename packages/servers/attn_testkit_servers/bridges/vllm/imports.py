@@ -40,7 +40,9 @@ def prepare(declared: BridgeCapabilities) -> Machine:
     """
     for name, value in declared.environment.items():
         if os.environ.get(name) != value and "vllm.envs" in sys.modules:
-            raise RuntimeError(f"vLLM was imported before {name}={value} was set; a process has one of these backends")
+            raise RuntimeError(
+                f"vLLM was imported before {name}={value} was set; a process can have only one of these backends"
+            )
         os.environ[name] = value
     from . import fakes
 
@@ -66,7 +68,7 @@ def prepare(declared: BridgeCapabilities) -> Machine:
 
         if not vllm.triton_utils.HAS_TRITON:
             raise RuntimeError(
-                "vLLM was imported before the bridge, and has switched Triton off because it found no driver"
+                "vLLM was imported before the bridge, and has disabled Triton because it found no driver"
             )
     fakes.put_in_place()
     return Machine(True)

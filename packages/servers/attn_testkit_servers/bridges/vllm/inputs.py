@@ -1,8 +1,8 @@
 """Buffers of vLLM's model runner for a batch: it fills them before every step, and graphs read them.
 
 They are made once. Captured graphs and metadata hold slices of them, so a step writes into them and replaces none.
-Lengths count the new tokens in every mode. Padded requests have no rows, no keys and a block table of zeros; rows
-behind the live ones have slot -1.
+Lengths count the new tokens in every mode. Padded requests have no rows, no keys and a block table of zeros; rows after
+the live ones have slot -1.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Inputs:
         )  # fmt: skip
 
     def fill(self, batch: ForwardBatch, *, replay: bool) -> Step:
-        """Fill them for a step; ``batch`` is the view that a replay has, or an eager batch. Waits for nothing."""
+        """Fill them for a step; ``batch`` is the view that a replay has, or an eager batch. Does not wait for the
+        device."""
         mode, bs = batch.forward_mode, batch.batch_size
         live = batch.extend_num_tokens if mode is ForwardMode.EXTEND else batch.out_cache_loc.shape[0]
         assert live is not None

@@ -1,7 +1,7 @@
 """The numbers that the bridge gives vLLM, each in the unit in which vLLM counts it.
 
-A number in another unit is accepted without a word: buckets given in requests, where vLLM compares tokens, left graphs
-of extend to a heuristic of FlashAttention 3 that no graph can follow.
+vLLM accepts a number in a wrong unit silently. For example, buckets in requests, which vLLM compares with tokens, left
+graphs of extend to a heuristic of FlashAttention 3 that does not work in a graph.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class Number:
     unit: Literal["tokens", "requests", "tokens of a request", "tokens of a block"]
     value: Callable[[BackendContext], int]
     place: str
-    """``file:Class.function`` under ``vllm``, where it is compared with something of this unit or declared in it."""
+    """``file:Class.function`` under ``vllm``, where it is declared in this unit, or compared with another number of
+    this unit."""
 
 
 def width_of(context: BackendContext, mode: ForwardMode) -> int:
-    """Most rows of a request in a mode; in all but the ragged ones that of every request."""
+    """Most rows of a request in a mode; in all modes except the ragged ones, every request has as many."""
     if mode is ForwardMode.EXTEND:
         return context.max_extend_tokens
     if mode is ForwardMode.DRAFT_EXTEND:

@@ -1,4 +1,4 @@
-"""vLLM's layers of each kind of recurrent state, without the projections around them: these hand on what they get."""
+"""vLLM's layers of each kind of recurrent state, without the projections around them: these return their input."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .config import one_rank
 from .layers import name_of
 
 MAMBA_CHUNK = 64
-"""Rows of a chunk of Mamba2's prefill. Models have 128 or 256; shorter chunks have more borders."""
+"""Rows of a chunk of Mamba2's prefill. Models have 128 or 256; with shorter chunks a prompt has more boundaries."""
 
 Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""``mixed``, ``a`` and ``b`` of the kit, which nobody may modify."""
+"""``mixed``, ``a`` and ``b`` of the kit, which must not be modified."""
 
 
 def _bare(kind: Any, config: Any, layer: StateLayer, values: Mapping[str, Any]) -> Any:
-    """An object of a class of vLLM that its constructor has not made: that one needs weights to load."""
+    """An object of a vLLM class, made without its constructor, which would need weights to load."""
     made = object.__new__(kind)
     torch.nn.Module.__init__(made)
     common = {
@@ -188,7 +188,7 @@ def make_state_layers(kind: str, config: Any, state: StateContext) -> dict[str, 
                 if (tuple(ours.shape[1:]), ours.dtype) != (tuple(shape), dtype):
                     raise RuntimeError(
                         f"vLLM's states are {dtype} {tuple(shape)}, the kit's {ours.dtype} {tuple(ours.shape[1:])}: "
-                        "the configuration in states.py does not fit the case"
+                        "the configuration in states.py does not match the case"
                     )
             config.compilation_config.static_forward_context[made.prefix] = made
             found[made.prefix] = made

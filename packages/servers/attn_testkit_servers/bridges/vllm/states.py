@@ -40,7 +40,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 class Counts(MambaHybridAttnMetadata):  # type: ignore[misc]
-    """Acceptance counts for every builder that takes them, as model runner V1 gives them.
+    """Acceptance counts for every builder that accepts them, like in model runner V1.
 
     ``MambaHybridModelState`` of V2 leaves ``BailingLinearAttentionMetadataBuilder`` out
     (docs/evidence/findings.md).
@@ -97,7 +97,7 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
         batch.extras[_KEPT] = self._prepare(batch, self.inputs.fill(batch, replay=False))
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Build for the warm-ups of a capture; at a replay fill the buffers, and build metadata that are not kept."""
+        """Build for the warm-ups of a capture; at a replay fill the buffers, and build metadata that are discarded."""
         if in_capture:
             batch.extras[_KEPT] = self._build_for_capture(batch)
             return
@@ -119,7 +119,8 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
         return out.view(len(mixed), layer.v_heads, layer.v_dim)
 
     def _prepare(self, batch: ForwardBatch, step: Step) -> dict[str, Any]:
-        """Fill the states of a step, and build, as ``prepare_attn`` does. A step without a live request has none."""
+        """Fill in the states of a step, and build metadata, as ``prepare_attn`` does. A step without a live request has
+        no states."""
         state, bs = batch.state, batch.batch_size
         assert state is not None
         live = int((step.query_start_loc[: bs + 1].diff() > 0).sum())
@@ -159,7 +160,7 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
 
 
 def _with_states(config: Any, context: BackendContext) -> Any:
-    """The configuration, with what layers of states and their builders read of it."""
+    """The configuration, with the values that layers of states and their builders read."""
     assert context.state is not None
     first, verifies = context.state.layers[0], context.state.rollback == "slots"
     cache, model = config.cache_config, config.model_config
