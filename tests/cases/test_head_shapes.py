@@ -136,8 +136,8 @@ def test_a_tier_that_tries_no_shapes_says_so() -> None:
         (CASE.format("gauss", "").replace("-b4prod", "-lseprefix-b4prod"), "KV splits and heads by layer"),
         (CASE.format("gauss", "").replace("gqa2x4-d64", "mla8-d64r32"), "MLA"),
         (CASE.format("gauss", "").replace("d64-bf16", "d32-bf16"), "widest"),
-        (CASE.format("gauss", "").replace("8x2d64-", "8x4d32-"), "two shapes"),
-        (CASE.format("gauss", "").replace("layers3", "layers1"), "two shapes"),
+        (CASE.format("gauss", "").replace("8x2d64-", "8x4d32-"), "two different shapes"),
+        (CASE.format("gauss", "").replace("layers3", "layers1"), "two different shapes"),
     ],
 )
 def test_what_does_not_go_with_shapes_is_refused_and_named(case: str, text: str) -> None:
