@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, combinations_with_replacement, product
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.declared import within_declared
 from attn_testkit.cases.features.data_pattern import EQUAL_LOGITS
 from attn_testkit.catalogue.array import array_of
+from attn_testkit.catalogue.state_cases import state_rows
 from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import AttentionLayer, Capabilities, ForwardMode
 from attn_testkit.registry import load_backend
@@ -143,18 +144,31 @@ def lacking_pairs(declared: Capabilities, mode: ForwardMode) -> tuple[int, list[
 
     A row counts if the declared lengths allow its case.
     """
+    if declared.state is not None:
+        columns, excluded, rows = state_rows(declared, mode, "core")
+        return _lacking(mode, columns, excluded, frozenset(), rows)
     array = array_of(declared, mode, "core")
     if array.is_empty:
         return 0, []
     built = ((row, array.build(row)) for row in array.rows())
     rows = [row for row, case in built if case is not None and within_declared(declared, case)]
+    return _lacking(mode, array.columns, array.excluded, array.unpaired, rows)
+
+
+def _lacking(
+    mode: ForwardMode,
+    columns: Mapping[str, Sequence[object]],
+    excluded: Collection[tuple[tuple[int, int], tuple[int, int]]],
+    unpaired: Collection[tuple[int, int]],
+    rows: Sequence[Mapping[str, object]],
+) -> tuple[int, list[str]]:
     allowed, lacking = 0, list[str]()
-    for (at, (one, values)), (later, (other, others)) in combinations(enumerate(array.columns.items()), 2):
-        if (at, later) in array.unpaired:
+    for (at, (one, values)), (later, (other, others)) in combinations(enumerate(columns.items()), 2):
+        if (at, later) in unpaired:
             continue
         met = {(repr(row[one]), repr(row[other])) for row in rows}
         for (i, value), (j, second) in product(enumerate(values), enumerate(others)):
-            if ((at, i), (later, j)) not in array.excluded:
+            if ((at, i), (later, j)) not in excluded and ((later, j), (at, i)) not in excluded:
                 allowed += 1
                 if (repr(value), repr(second)) not in met:
                     lacking.append(f"{mode}: {one} {value}, {other} {second}")
@@ -178,8 +192,6 @@ def main() -> None:
     if wanted.json:
         wanted.json.write_text(json.dumps(found, indent=1))
     declared = load_backend(wanted.backend).capabilities
-    if declared.state is not None:
-        return  # its array has columns of its own (``catalogue/state_cases.py``)
     pairs = [lacking_pairs(declared, mode) for mode in ForwardMode if mode in declared.eager | declared.graph]
     lacking = [each for _, of_mode in pairs for each in of_mode]
     print(f"{'allowed pairs of columns':30}{sum(allowed for allowed, _ in pairs):>12,}, of which {len(lacking)} lack")

@@ -143,6 +143,7 @@ class TorchNativeBackend(AttentionBackend):
         self._keys_at = {keys: self._index(slots) for keys, slots in self._slots.items()}
         kv_lens = self._kv_lens(batch, counts)
         self._prefix = (kv_lens - counts).clamp(min=0)
+        self._held = kv_lens[:, None]
         self._last_key = (kv_lens - 1).clamp(min=0)[:, None]
         self._seen: dict[tuple[object, ...], _Seen] = {}
         self._encoder_lens = batch.encoder_lens[: batch.batch_size] if batch.encoder_lens is not None else None
@@ -298,11 +299,10 @@ class TorchNativeBackend(AttentionBackend):
         out = self._sum(torch.softmax(logits, -1)[..., : len(self._key)], self._values(layer, seen), seen)
         if layer.v_scale != 1:
             out = out * layer.v_scale
-        place = self._place
-        if len(place) < q.shape[0]:
-            # Rows after the plan's rows are of no request, and get the result of the first row.
-            place = torch.nn.functional.pad(place, (0, q.shape[0] - len(place)))
-        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[place].to(q.dtype), logits
+        out = out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)[self._place].to(q.dtype)
+        # Rows after the plan's rows are of no request: the first one's result may be that of a request without keys.
+        more = q.shape[0] - len(self._place)
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, more)) if more > 0 else out, logits
 
     def _queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """[B, W, Hk, G, D] float32: G query heads in a row share a KV head."""
@@ -355,7 +355,7 @@ class TorchNativeBackend(AttentionBackend):
         """[B, W, C]: True if row and key are in one of ``spans`` [B, R, 2]; a span of a single row changes nothing."""
         first, last = spans[..., 0, None], spans[..., 1, None]
         row, key = ((first <= at[:, None]) & (at[:, None] <= last) for at in (self._position, self._key[None]))
-        held = self._key <= self._last_key
+        held = self._key < self._held
         return (row[..., None] & key[:, :, None]).any(1) & held[:, None]
 
     def _seen_by(self, seen: torch.Tensor, layer: AttentionLayer) -> _Seen:

@@ -65,8 +65,8 @@ def chunks_of(case: Fields, count: int) -> list[tuple[int, ...]]:
         return [first]
     everyone = case.derived("chunked-requests") == 1
     going_on = [everyone or i == first.index(max(first)) for i in range(count)]
-    middle = tuple(n if goes_on else 1 for n, goes_on in zip(first, going_on, strict=True))
-    last = tuple((1, (n + 1) // 2, n)[case.derived("last-chunk")] for n in middle)
+    middle = tuple(n if goes_on else min(n, 1) for n, goes_on in zip(first, going_on, strict=True))
+    last = tuple((min(n, 1), (n + 1) // 2, n)[case.derived("last-chunk")] for n in middle)
     return [first, *[middle] * (case.chunks - 2), last]
 
 

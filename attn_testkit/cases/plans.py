@@ -16,6 +16,9 @@ from .plan import Plan
 
 _MAX_OTHER_TOKENS = 512
 """Most prefix tokens of steps other than the case's own batch, so that one long request stays the only one."""
+_MANY_REQUESTS = 64
+_LEFT_OUT = {"longer, exact", "lengths in another order", "long and short"}
+"""Steps that batches of more requests than that have not: each of them costs as much as a case of few requests."""
 
 
 def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...], list[Plan]]:
@@ -60,6 +63,8 @@ def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...],
         rotated.append(Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
     oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
     plans = [*plans[:5], *rotated, *plans[5:], *combined, oversized]
+    if big > _MANY_REQUESTS:
+        plans = [plan for plan in plans if plan.label not in _LEFT_OUT]
     for feature in FEATURES:
         for meaning in feature.apply:
             plans = meaning.plans(case, plans) if isinstance(meaning, OnSteps) else plans
@@ -89,6 +94,10 @@ def context_len_of(case: Fields, plans: Sequence[Plan]) -> int:
         longest = max(length for plan in plans for length in lens_of(case, plan))
     else:
         longest = max(max(plan.prefixes, default=0) for plan in plans) + case.width
+    if own := plans[0].encoder_lens:
+        # The second step has the first one's decoder lengths, with other requests' encoders.
+        lens = zip(lens_of(case, plans[0]), own, strict=True)
+        longest = max(longest, max(length - encoder for length, encoder in lens) + max(own))
     if case.derived("context-room"):
         return longest
     # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.

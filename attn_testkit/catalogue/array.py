@@ -19,6 +19,7 @@ from cachetools import LRUCache, cached
 from ..cases.case import Case
 from ..cases.declared import within_declared
 from ..cases.features.feature import Columns, Row, Without
+from ..cases.features.head_dim import WIDER_KEYS
 from ..cases.features.table import FEATURES
 from ..cases.fields import DEFAULTS
 from ..cases.layers import varies
@@ -26,17 +27,30 @@ from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
 from ..cases.traits import TRAITS
 from ..contract import ROW_FORMATS, Capabilities, ForwardMode
-from .covering import Value, covering_array
+from .covering import Value, covering_array, few_rows
+from .not_covered import DECLARED_VALUES
+from .sizes import PAIRED, SIZES
 
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""
-_COLUMNS: Sequence[Columns] = [each.values for each in FEATURES if not isinstance(each.values, Without)]
-_INSIDE: Mapping[str, Sequence[str]] = {name: others for each in _COLUMNS for name, others in each.inside.items()}
+_COLUMNS: Sequence[Columns] = [
+    *(each.values for each in FEATURES if not isinstance(each.values, Without)),
+    WIDER_KEYS,
+    SIZES,
+]
 _MEETS: Mapping[str, Sequence[str]] = {name: others for each in _COLUMNS for name, others in each.meets.items()}
 _FURTHER = frozenset(name for each in _COLUMNS for name in each.further)
+_INSIDE: Mapping[str, Sequence[str]] = {
+    **{name: others for each in _COLUMNS for name, others in each.inside.items()},
+    "size": (*_FURTHER, *PAIRED),
+}
+_WITH_FURTHER = ("smoke", "core")
+"""Tiers whose rows have further columns; full has the rows of core, too."""
 _ASKED = [each for of in FEATURES for each in of.declared if of.name not in ("mode", "context")]
 _SHAPES = ("heads", "head_dim", "dtype", "kv_dtype")
 """Columns of which a value may need another one: head dims of MLA, blocks of a format."""
+_SETTINGS = ("heads", "head_dim", "dtype", "kv_dtype", "page_size")
+"""Columns that smoke tells apart first: where two of them always occur together, one wrong setting looks like two."""
 _KINDS = ("heads", "kv_dtype")
 """Columns of which a value may exclude what another one allows."""
 _PLAIN_ROWS = 16
@@ -59,6 +73,7 @@ class Array:
             name: values
             for each in _COLUMNS
             for name, values in each.values(self.declared, self.mode, self.tier).items()
+            if name not in _FURTHER or self.tier in _WITH_FURTHER
         }
         if any(not values for values in found.values()):
             return found
@@ -106,9 +121,11 @@ class Array:
         for (at, one), (later, other) in combinations(enumerate(names), 2):
             for i, j in product(range(len(self.columns[one])), range(len(self.columns[other]))):
                 (row, kind), (second, its) = singles[one, i], singles[other, j]
-                if not kind or not its:
+                sized = "size" in (one, other) and kind | its >= {"size"}
+                if not sized and (not kind or not its):
                     continue
-                key = one, kind, other, its
+                # A size is refused by numbers, of which values of one kind differ.
+                key = (one, i, other, j) if sized else (one, kind, other, its)
                 if key not in answers:
                     wanted = {one: self.columns[one][i], other: self.columns[other][j]}
                     rows = (row, second) if {**row, **wanted} != {**second, **wanted} else (row,)
@@ -163,6 +180,8 @@ class Array:
                 if not isinstance(feature.values, Without):
                     values |= {name: row[name] for name in feature.fields if name in row}
                     values |= feature.values.fields(self.declared, row, values)
+            for each in (WIDER_KEYS, SIZES):
+                values |= each.fields(self.declared, row, values)
         except ValueError:
             return None
         off = [name for name in _OFF if varies(row) and values.get(name, _OFF[name]) != _OFF[name]]
@@ -175,17 +194,28 @@ class Array:
                 return nearest_declared(self.declared, case)
         return None
 
+    def further_cases(self) -> Iterator[Case]:
+        """A case for each value of the further columns, plain otherwise."""
+        base = {name: values[0] for name, values in self.columns.items()}
+        for name in (each for each in self.columns if each in _FURTHER):
+            for value in self.columns[name][1:]:
+                row, _ = self._single(base, name, value)
+                if (case := self._case(row)) is not None:
+                    yield case
+
     def rows(self) -> list[dict[str, Any]]:
         """Rows of the tier, by the names of the columns."""
         sizes = tuple(map(len, self.columns.values()))
         strength = min(TIERS[self.tier], len(sizes))
         unpaired = self.unpaired if self.tier == "core" else frozenset[tuple[int, int]]()
         further = frozenset(at for at, name in enumerate(self.columns) if name in _FURTHER)
-        rows = (
-            _covering(sizes, strength, self.mode.value, unpaired, self.excluded, further, _PLAIN_ROWS)
-            if strength > 1
-            else _once(sizes)
-        )
+        if strength > 1:
+            rows = _covering(sizes, strength, self.mode.value, unpaired, self.excluded, further, _PLAIN_ROWS)
+        else:
+            settings = frozenset(at for at, name in enumerate(self.columns) if name in _SETTINGS)
+            count = max(size for at, size in enumerate(sizes) if at not in further)
+            heads = frozenset({[*self.columns].index("heads")})
+            rows = _few(sizes, count, self.excluded, further, settings, heads)
         return [{name: values[i] for (name, values), i in zip(self.columns.items(), row, strict=True)} for row in rows]
 
 
@@ -198,11 +228,28 @@ def array_of(declared: Capabilities, mode: ForwardMode, tier: str) -> Array:
 def array_cases(declared: Capabilities, mode: ForwardMode, tier: str, seed: int) -> Iterator[Case]:
     """Cases of the array of a tier, as far as the declared lengths allow them."""
     array = array_of(declared, mode, tier)
-    for row in array.rows():
-        case = array.build(row)
+    cases = [case for row in array.rows() if (case := array.build(row)) is not None]
+    for case in _with_keys_left_out(declared, mode, cases) if tier == "smoke" else cases:
         # The seed decides lengths, too: seeded before it is asked whether it fits.
-        if case is not None and within_declared(declared, seeded := nearest_declared(declared, case.with_seed(seed))):
+        if within_declared(declared, seeded := nearest_declared(declared, case.with_seed(seed))):
             yield seeded
+
+
+def _with_keys_left_out(declared: Capabilities, mode: ForwardMode, cases: list[Case]) -> list[Case]:
+    """The cases; of each declared number of selected keys one has a request of more, so that the selection shows."""
+    covered = DECLARED_VALUES["selection"]
+    assert not isinstance(covered.make, Without)
+    for value in sorted(covered.declared(declared, mode), key=str):
+        tried = [covered.tried(declared, case) for case in cases]
+        spare = [at for at, own in enumerate(tried) if cases[at].selection and (own is None or tried.count(own) > 1)]
+        for at in (
+            sorted(spare, key=lambda at: cases[at].heads.q_heads * cases[at].head_dim) if value not in tried else ()
+        ):
+            changed = cases[at].with_changes(**covered.make(declared, cases[at], value))
+            if within_declared(declared, changed):
+                cases[at] = changed
+                break
+    return cases
 
 
 @cached(LRUCache(256), condition=threading.Condition())
@@ -211,6 +258,6 @@ def _covering(*wanted: Any) -> list[list[int]]:
     return covering_array(*wanted)
 
 
-def _once(sizes: Sequence[int]) -> list[list[int]]:
-    """Every value once: as many rows as the longest column has values."""
-    return [[(row + shift) % size for shift, size in enumerate(sizes)] for row in range(max(sizes))]
+@cached(LRUCache(256), condition=threading.Condition())
+def _few(*wanted: Any) -> list[list[int]]:
+    return few_rows(*wanted)

@@ -237,3 +237,111 @@ def _spread(rows: Sequence[list[int]], number: int, firsts: Ints, clash: Bools, 
         allowed = [value for value in values if not clash[firsts[number] + value, others].any()]
         row[number] = min(allowed, key=lambda value: (uses[value], draws.random()), default=row[number])
         uses[row[number]] += 1
+
+
+def few_rows(
+    sizes: Sequence[int],
+    count: int,
+    excluded: Collection[tuple[Value, Value]] = (),
+    later: Collection[int] = (),
+    heavy: Collection[int] = (),
+    plain: Collection[int] = (),
+) -> list[list[int]]:
+    """Rows of which every value is in one or more, few pairs of values are in two, and no excluded pair in any.
+
+    ``later``: columns that have each value but the first once, as far as there is a row for it. ``heavy``: columns
+    whose pairs are worth more than all others together. ``plain``: columns that have their first value in the first
+    row, as those of ``later`` have.
+    """
+    firsts = np.cumsum([0, *sizes])
+    clash = _clashes(firsts, excluded)
+    weights = np.ones((len(sizes),) * 2, dtype=np.int64)
+    weights[np.ix_([*heavy], [*heavy])] = _HEAVY
+    rows = np.array([[(row + at * (at not in plain)) % size for at, size in enumerate(sizes)] for row in range(count)])
+    rows += firsts[:-1]
+    _place(rows, [*later], firsts, clash)
+    found = _Few(rows, clash, weights)
+    for _ in range(_MOST_ROUNDS):
+        better = False
+        for column in range(len(sizes)):
+            serials = np.arange(firsts[column], firsts[column + 1])
+            kept = column in later or column in plain
+            better |= found.improve(column, serials[:0] if column in later else serials, first_stays=kept)
+        if not better:
+            break
+    for row in rows:
+        for column in later:
+            if clash[row[column], row].any():
+                row[column] = firsts[column]
+    numbers: list[list[int]] = (rows - firsts[:-1]).tolist()
+    return numbers
+
+
+_HEAVY, _CLASH, _MOST_ROUNDS = 100, 100_000, 100
+
+
+def _place(rows: Ints, later: Sequence[int], firsts: Ints, clash: Bools) -> None:
+    """Put each value but the first of some columns into a row after the first, those that clash most before others."""
+    rows[:, later] = firsts[later]
+    values = [(column, serial) for column in later for serial in range(firsts[column] + 1, firsts[column + 1])]
+    for column, serial in sorted(values, key=lambda each: -int(clash[each[1]].sum())):
+        free = [
+            int((row[later] != firsts[later]).sum()) if row[column] == firsts[column] and at else len(later)
+            for at, row in enumerate(rows)
+        ]
+        fits = [at for at, row in enumerate(rows) if free[at] < len(later) and not clash[serial, row[later]].any()]
+        if fits:
+            rows[min(fits, key=lambda at: free[at]), column] = serial
+
+
+class _Few:
+    """Rows that become better by one exchange after another."""
+
+    def __init__(self, rows: Ints, clash: Bools, weights: Ints) -> None:
+        self.rows, self.clash, self.weights = rows, clash, weights
+        self.met = np.zeros(clash.shape, dtype=np.int64)
+        """Number of rows that have two values."""
+        for row in rows:
+            self.met[np.ix_(row, row)] += 1
+
+    def improve(self, column: int, values: Ints, *, first_stays: bool) -> bool:
+        """Exchange the values that two rows have of a column, or give a row another one of ``values``: whichever is
+        worth most. False if nothing is better."""
+        rows, own, places = self.rows, self.rows[:, column].copy(), np.arange(len(self.rows))
+        worth = self.weights[column].copy()
+        worth[column] = 0
+        # [row whose value it is, row that gets it, other column]
+        met, clash = self.met[own][:, rows], self.clash[own][:, rows]
+        differs = rows[:, None] != rows[None]
+        new = _sum((met == 0) & differs, clash & differs, worth)
+        once, clashes = (met == 1)[places, places], clash[places, places]
+        lost = _sum(once[:, None] & differs, clashes[:, None] & differs, worth)
+        gains = new + new.T - lost - lost.T
+        gains[own[:, None] == own[None]] = 0
+        if first_stays:
+            gains[0] = gains[:, 0] = 0
+        one, other = divmod(int(gains.argmax()), len(rows))
+        best, changes = int(gains[one, other]), {one: int(own[other]), other: int(own[one])}
+        if len(values):
+            met, clash = self.met[values][:, rows], self.clash[values][:, rows]
+            gains = _sum(met == 0, clash, worth) - _sum(once, clashes, worth)  # [value, row]
+            # The last row with a value keeps it.
+            gains[:, (own[:, None] == own).sum(0) < 2] = 0
+            gains[own - values[0], places] = 0
+            if first_stays:
+                gains[:, 0] = 0
+            value, row = divmod(int(gains.argmax()), len(rows))
+            if int(gains[value, row]) > best:
+                best, changes = int(gains[value, row]), {row: int(values[value])}
+        for row, serial in changes.items() if best > 0 else ():
+            others = np.delete(rows[row], column)
+            for each, more in ((int(own[row]), -1), (serial, 1)):
+                self.met[each, others] += more
+                self.met[others, each] += more
+            rows[row, column] = serial
+        return best > 0
+
+
+def _sum(new: Bools, clashes: Bools, worth: Ints) -> Ints:
+    found: Ints = new @ worth - _CLASH * clashes.sum(-1)
+    return found

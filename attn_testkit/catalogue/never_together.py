@@ -7,12 +7,13 @@ together. A pair without a reason and without a case is a gap of the catalogue.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from ..cases.case import Case
 from ..cases.features.server.table import SERVER_VARIANTS, all_fit
 from ..cases.features.server.variant import ServerVariant
+from ..cases.layers import PERIOD
 from ..cases.traits import TRAITS, exclusions
 from ..contract import Capabilities, ForwardMode
 from .not_covered import DECLARED_VALUES
@@ -25,6 +26,7 @@ _RULES = (
 )
 _ALONE = "it has only small cases of its own, because one of them costs as much as several others"
 _FROM = "server."
+_GROUPS = "KV groups"
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,18 @@ def describe_never_together(
 
 
 def meeting_cases(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> Iterator[Case]:
-    """Cases of server variants that ``cases`` have not, or not with another feature, although nothing excludes them:
-    the one with the fewest keys that has the feature, and the variant in addition."""
+    """Cases of server variants and KV groups that ``cases`` have not, or not with another feature, although nothing
+    excludes them: the one with the fewest keys that has the feature, and the variant or the groups in addition."""
     if not cases:
         return
     tests = features(declared, mode, cases[0])
     for gap in never_together(declared, mode, cases):
-        words = [name for name in gap.features if name in SERVER_VARIANTS]
+        words = [name for name in gap.features if name in SERVER_VARIANTS or name == _GROUPS]
         if gap.why or not words:
             continue
         others = [tests[name] for name in gap.features if name != words[-1]]
         for case in sorted((each for each in cases if all(test(each) for test in others)), key=_size):
-            made = _with_variant(declared, case, words[-1])
+            made = _with(declared, case, words[-1])
             if made is not None:
                 yield made
                 break
@@ -92,9 +94,10 @@ def _size(case: Case) -> tuple[int, int]:
     return sum(case.prefixes), len(case.variants)
 
 
-def _with_variant(declared: Capabilities, case: Case, word: str) -> Case | None:
+def _with(declared: Capabilities, case: Case, word: str) -> Case | None:
+    grouped = replace(case.layers, count=PERIOD, groups=True, varied=False) if word == _GROUPS else case.layers
     try:
-        made = case.with_changes(variants=case.variants | {word})
+        made = case.with_changes(layers=grouped, variants=(case.variants | {word}) - {_GROUPS})
     except ValueError:
         return None
     return made if all_fit(declared, made) else None

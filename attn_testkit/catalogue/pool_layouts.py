@@ -1,5 +1,5 @@
-"""Another declared layout of the KV pool in each mode of smoke, and in core each one that the array has only in cases
-of one KV head, or of requests within a page.
+"""Each declared layout of the KV pool that the array has only in cases of one KV head, or of requests within a page; in
+smoke at most one of them for each mode.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 def pool_layout_cases(
     declared: Capabilities, mode: ForwardMode, tier: str, small: Case, found: Collection[Case]
 ) -> Iterator[Case]:
-    """One case in smoke. ``small``: two requests, of as many KV heads as a case has. ``found``: cases of the array."""
+    """``small``: two requests, of as many KV heads as a case has. ``found``: cases of the array."""
     others = [name for name in KV_LAYOUTS if name in declared.kv_layouts and name != usual_layout(declared)]
-    turn = list(ForwardMode).index(mode) % max(1, len(others))
-    wanted = others[turn:][:1] if tier == "smoke" else [name for name in others if not _shows(name, found)]
+    wanted = [name for name in others if not _shows(name, found)]
+    if tier == "smoke" and wanted:
+        wanted = [wanted[list(ForwardMode).index(mode) % len(wanted)]]
     pages = sorted(declared.page_sizes)
     # In pages of one slot most layouts are alike.
     page = next((page for page in pages if page > 2), pages[-1])

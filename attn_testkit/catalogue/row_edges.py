@@ -14,7 +14,7 @@ from ..cases.features.rows import most_rows
 from ..cases.rows import Accepted, Extend, Verify, room_for
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
-from .layer_options import with_options
+from .layer_options import takes_window, with_options
 
 _EDGES = (256, 512, 1024)
 """Keys at which kernels and planners are known to begin another split, tile or path."""
@@ -26,6 +26,7 @@ _PACKED = 200
 _MOST_ROWS = 40
 _PREFIXES = (107, 20)
 """The rows of the first request end beyond 128 keys."""
+_TILES, _NARROW = (32, 64, 128), 11
 _DRAFTS_OF_A_KERNEL, _LENGTHS_IN_TURN, _WINDOW = 8, tuple(range(21, 33)), 7
 _ONE_ROW = (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE)
 
@@ -45,6 +46,11 @@ def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[C
         drafts = Verify(chain(_DRAFTS_OF_A_KERNEL))
         each = small.of_requests(_LENGTHS_IN_TURN, data="gauss", layout="shuffled", rows=drafts)
         yield with_options(declared, each, _WINDOW).with_changes(kv_dtype=min(declared.kv_dtypes))
+    if takes_window(declared, small):
+        # Windows that begin on both sides of a tile, in one request's rows: a split has no key of some of them.
+        begins = small.with_changes(data="gauss", layout="shuffled")
+        begins = _with_rows(begins, rows, tuple(tile + _NARROW - 2 for tile in _TILES))
+        yield with_options(declared, begins, max(_NARROW, declared.windows.smallest))
     # With the edge before, in and behind the rows.
     yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
     if small.heads.layout.wide_rows:

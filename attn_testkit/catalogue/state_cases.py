@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice, product
 from typing import Any
 
 from ..cases.case import Case, Heads
@@ -19,7 +20,8 @@ from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
-from .covering import covering_array
+from .covering import covering_array, few_rows
+from .sizes import runs
 
 _STRENGTH = {"smoke": 1, "core": 2, "full": 3}
 _DRAWN = tuple(each for each in STATE_DATA if each != UNIT_KEYS)
@@ -83,7 +85,54 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, 
         **({"nodes": _nodes(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
         "snapshots": [0, *sorted(state.snapshots)],
         **({"rollback": _rollbacks(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
+        **(_further(declared, mode, tier) if tier != "full" else {}),
     }
+
+
+def _further(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
+    """Columns that keep their first value until the others have met; rows of full, which are triples, have none."""
+    assert declared.state is not None
+    found: dict[str, Sequence[Any]] = {"size": ["", *_SIZES] if tier == "core" else [""]}
+    if mode is not ForwardMode.TARGET_VERIFY and "source" in declared.state.continues:
+        found["continues"] = ["", "source"]
+    # The states of a draft are committed after its step, which another step that is planned before that does not know.
+    overlaps = declared.server.overlap_scheduling and mode is not ForwardMode.TARGET_VERIFY
+    found["overlap_scheduling"] = [False, True] if overlaps else [False]
+    graphs = mode in declared.graph and (mode not in declared.eager or declared.server.takes_empty_batches)
+    found["empty_batches"] = [False, True] if graphs else [False]
+    return found
+
+
+_SIZES: Mapping[str, int] = {"40 requests": 40, "130 requests": 130}
+"""More requests than a warp has lanes, and than a block of 128 threads. In extend they are short prompts: their chunks
+are many more than their tokens would need."""
+_MOST_NEW = 3
+_VARIANTS = ("overlap_scheduling", "empty_batches")
+_TOLD_APART = ("heads", "dtype", "state_dtype", "conv_width", "padded_states", "fresh", "order")
+_PLAIN_ROWS = 16
+_EXCLUDED: Sequence[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool]]] = (
+    ("rollback", lambda value: value == "slots", "snapshots", bool),
+    ("heads", lambda heads: heads.family == "lightning", "conv_width", lambda width: width > 1),
+    # A batch with many requests is large in one direction only.
+    ("size", bool, "layers", lambda layers: layers.count > PERIOD),
+    ("size", bool, "nodes", lambda nodes: nodes > _FEWEST_NODES),
+    ("size", bool, "lens", lambda name: name in ("chunk and one", "about a chunk", "tiles", "begun")),
+)
+"""Two columns, and which values of them no row has together."""
+_FEWEST_NODES = 2
+
+
+def _excluded(columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    names = list(columns)
+    for one, test, other, its in _EXCLUDED:
+        if one not in columns or other not in columns or all(map(its, columns[other])):
+            continue
+        for (i, value), (j, second) in product(enumerate(columns[one]), enumerate(columns[other])):
+            if test(value) and its(second):
+                yield (names.index(one), i), (names.index(other), j)
+    for name in ("head_dim", "k_dim"):
+        for i, j in product(range(1, len(columns.get("size", ()))), range(1, len(columns[name]))):
+            yield (names.index("size"), i), (names.index(name), j)
 
 
 def _rollbacks(declared: Capabilities) -> list[str]:
@@ -101,19 +150,27 @@ def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> 
     shape = StateShape(
         row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
         row.get("rollback", ROLLBACKS[0]), 0 if row.get("rollback") == "slots" else row["snapshots"],
+        row.get("continues", ""),
     )  # fmt: skip
     rows: Rows = Verify(chain(row["nodes"])) if "nodes" in row else Decode()
+    new: tuple[int, ...] = ()
     if mode is not ForwardMode.EXTEND:
         prefixes = _BATCHES[row["lens"]]
     else:
         prefixes, new = _prompts(width)[row["lens"]]
         new = tuple(min(each, declared.max_extend_tokens) for each in new)
+    if row.get("size"):
+        more = _SIZES[row["size"]] - len(prefixes)
+        prefixes = (*prefixes, *runs([prefix + (prefix > 0) for prefix in prefixes], more))
+        new = (*new, *runs([min(each, _MOST_NEW) for each in new[::-1]], more)) if new else ()
+    if new:
         rows = Extend(new, room_for(new))
+    variants = frozenset(word for word in _VARIANTS if row.get(word))
     padded = 0 if mode is ForwardMode.EXTEND and mode not in declared.graph else row["padded"]
     return Case(
         rows=rows, heads=row["heads"], head_dim=row["head_dim"], dtype=row["dtype"], page_size=min(declared.page_sizes),
         prefixes=prefixes, bucket=len(prefixes) + padded, padding=row["padding"], data=row["data"], state=shape,
-        layers=row["layers"],
+        layers=row["layers"], variants=variants,
     )  # fmt: skip
 
 
@@ -135,28 +192,40 @@ def _with_softmax(declared: Capabilities, case: Case) -> Case:
     return case.with_changes(layers=layers, kv_layout=usual_layout(declared))
 
 
-def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
-    columns, state = _columns(declared, mode, tier), declared.state
-    if state is None or any(not values for values in columns.values()):
-        return
+Excluded = frozenset[tuple[tuple[int, int], tuple[int, int]]]
+
+
+def state_rows(
+    declared: Capabilities, mode: ForwardMode, tier: str
+) -> tuple[Mapping[str, Sequence[Any]], Excluded, list[dict[str, Any]]]:
+    """Columns of the array of a mode, pairs of values that no row has together, and the rows of a tier."""
+    columns = _columns(declared, mode, tier)
+    if any(not values for values in columns.values()):
+        return columns, frozenset(), []
     names, sizes = list(columns), [len(values) for values in columns.values()]
+    excluded = frozenset(_excluded(columns))
+    later = [names.index(name) for name in _further(declared, mode, tier) if name in columns]
     if _STRENGTH[tier] > 1:
-        array = covering_array(tuple(sizes), _STRENGTH[tier], mode.value)
+        array = covering_array(tuple(sizes), _STRENGTH[tier], mode.value, (), excluded, later, _PLAIN_ROWS)
     else:
-        array = [[(row + shift) % size for shift, size in enumerate(sizes)] for row in range(max(sizes))]
-    first: Case | None = None
-    for index, row in enumerate(array):
-        case = _case(declared, mode, {name: columns[name][i] for name, i in zip(names, row, strict=True)})
-        first = first or case
-        # The array has no column for ``continues``, so that ids of other cases do not change. Every third case has it.
-        reads = index % 3 == 1 and mode is not ForwardMode.TARGET_VERIFY and "source" in state.continues
-        yield _of_shape(case, continues="source") if reads else case
-    assert first is not None
+        count = max(size for at, size in enumerate(sizes) if at not in later)
+        array = few_rows(sizes, count, excluded, later, [names.index(name) for name in _TOLD_APART])
+    return columns, excluded, [{name: columns[name][i] for name, i in zip(names, row, strict=True)} for row in array]
+
+
+def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
+    rows = state_rows(declared, mode, tier)[-1]
+    if not rows:
+        return
+    first = _case(declared, mode, rows[0])
+    yield from (_case(declared, mode, row) for row in rows)
     yield from _exact(declared, mode, tier, first)
     if mode is ForwardMode.TARGET_VERIFY:
         yield from _in_trees(declared, tier, first)
         yield from _loops(declared, tier, first)
-    if tier != "smoke":
+    if tier == "smoke":
+        yield from islice(_multi_mode(declared, mode, first), 1)
+    else:
         yield from _named(declared, mode, first)
         yield from _continued(declared, mode, first)
         yield from _in_big_pools(declared, tier, first)

@@ -1,9 +1,10 @@
 """Cases that a tier tries: a covering array over what a backend declares, and a few named cases in addition.
 
-``smoke`` meets every value of every feature once, ``core`` every pair of values, ``full`` every triple. An instance
-has several values of some features, in its layers and its replays (``Columns.inside``): core pairs them there.
-Features hold only declared values, and of long capabilities only some of them. From core on the other values get a
-small case each (``cases_for_uncovered.py``); values that no case covers are named (``not_covered.py``).
+``smoke`` meets every value of every feature, and everything that is declared, once, ``core`` every pair of values,
+``full`` every triple. An instance has several values of some features, in its layers and its replays
+(``Columns.inside``): core pairs them there. Features hold only declared values, and of long capabilities only some of
+them. From core on the other values get a small case each (``cases_for_uncovered.py``); values that no case covers are
+named (``not_covered.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cachetools import LRUCache, cached
 from ..cases.case import Case
 from ..cases.declared import within_declared as within_declared
 from ..cases.features.server.big_pool import big_index_pool_cases, big_pool_cases
-from ..cases.features.server.table import variant_cases
+from ..cases.features.server.table import usual_page, variant_cases
 from ..cases.features.server.wide_scores import wide_scores_cases
 from ..cases.nearest_declared import nearest_declared
 from ..contract import Capabilities, ForwardMode
@@ -27,6 +28,7 @@ from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .declared_pairs import declared_pair_cases
 from .extremes import extreme_cases
+from .feature_cases import feature_cases
 from .full_contexts import full_context_cases
 from .indexer_cases import indexer_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
@@ -70,12 +72,15 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
     for of_tier in dict.fromkeys((tier, "core" if tier == "full" else tier)):
         cases.update((case.id, case) for case in array_cases(declared, mode, of_tier, seed))
     bases = list(cases.values())
-    if cases:
-        for named in named_cases(declared, mode, tier, named_from(bases)):
+    first = named_from(bases) if cases else None
+    if first and tier == "smoke":
+        first = first.with_changes(page_size=usual_page(declared), layout="shuffled", data="gauss")
+    if first:
+        for named in named_cases(declared, mode, tier, first):
             case = nearest_declared(declared, named.with_seed(seed))
             if within_declared(declared, case):
                 cases.setdefault(case.id, case)
-    base = smallest_of(declared, without_options_of(declared, named_from(bases))) if cases else None
+    base = smallest_of(declared, without_options_of(declared, first)) if first else None
     if cases and tier != "smoke":
         found = list(cases.values())
         small = cases_for_uncovered(
@@ -86,6 +91,11 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
         case = nearest_declared(declared, each.with_seed(seed))
         if within_declared(declared, case):
             cases.setdefault(case.id, case)
+    if tier == "smoke" and base:
+        for each in feature_cases(declared, mode, base, list(cases.values())):
+            case = nearest_declared(declared, each.with_seed(seed))
+            if within_declared(declared, case):
+                cases.setdefault(case.id, case)
     if tier != "smoke":
         for each in meeting_cases(declared, mode, list(cases.values())):
             if within_declared(declared, each):

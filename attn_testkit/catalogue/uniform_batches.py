@@ -1,5 +1,5 @@
-"""Batches whose requests agree in what programs choose a path by: no request has a prefix; all are as long, so that
-nothing is masked; one request is live, and the others are padding. Other cases mix them.
+"""Batches whose requests agree in what programs choose a path by: all are as long, so that nothing is masked; one
+request is live, and the others are padding. Other cases mix them; prompts without a prefix are rows of the array.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from ..cases.co_residents import many_heads, with_other_heads
 from ..cases.features.rows import most_rows
 from ..cases.features.server.table import usual_page
 from ..cases.head_layouts import as_many, latent, latent_heads
-from ..cases.layers import PERIOD, Layers
-from ..cases.rows import Extend, room_for
+from ..cases.layers import Layers
+from ..cases.rows import Extend
 from ..contract import Capabilities, ForwardMode
-from .layer_options import with_options
 
-_PROMPTS = (20, 1, 70)
 _EQUAL_PROMPT = 96
-_WINDOW = 7
 _GROUPS, _MLA_HEADS = (2, 4, 8, 32), (128,)
 _LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)
 """Prefixes beyond what is known to begin another path. With its row the second is a multiple of all tiles and pages."""
@@ -32,7 +29,6 @@ def uniform_batch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key."""
     small = small.with_changes(page_size=usual_page(declared), data="gauss", layout="shuffled")
     if small.mode is ForwardMode.EXTEND:
-        yield from _without_prefix(declared, small)
         rows = min(_BEHIND_A_TILE, most_rows(declared, small.mode))
         # A bound on the rows of a request where each has a row (onnxruntime #28409). With many KV heads: tiles of rows
         # and heads are numbered through, and are more than there are workers (tt-metal #54413).
@@ -49,24 +45,6 @@ def _many_kv_heads(declared: Capabilities, like: Heads) -> Heads:
     if not like.layout.wide_rows and "gqa" in declared.families and groups:
         return Heads("gqa", _MANY_KV_HEADS * groups[0], _MANY_KV_HEADS)
     return many_heads(declared, like, _MANY_KV_HEADS)
-
-
-def _without_prefix(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Prompts only: new rows are attended as they are given, by another kernel (vllm-ascend #5397)."""
-    new = tuple(min(count, declared.max_extend_tokens) for count in _PROMPTS)
-    minimal = small.of_requests((0,) * len(new), padded=1, rows=Extend(new, room_for(new)))
-    yield minimal
-    yield with_options(declared, with_other_heads(declared, minimal), _WINDOW).with_changes(
-        kv_dtype=min(declared.kv_dtypes)
-    )
-    if not small.heads.layout.values_in_keys and latent(declared) and declared.mla_rope_dims:
-        few = min(declared.gqa_ratios)
-        yield minimal.with_changes(heads=latent_heads(declared, few), rope_dim=min(declared.mla_rope_dims))
-    if declared.kv_groups:
-        yield with_options(declared, minimal, _WINDOW).with_changes(layers=Layers(PERIOD, groups=True))
-    if small.mode in declared.non_causal:
-        # A loop over keys that ends at the diagonal is right for one tile of rows (sglang #39703).
-        yield minimal.with_changes(bucket=len(new), variants=frozenset({"noncausal"}))
 
 
 def _of_one_length(declared: Capabilities, small: Case) -> Iterator[Case]:

@@ -62,8 +62,8 @@ scale use 1 / (448 * 512), half of the scale here."""
 _LARGE_KEY = 112.0
 """Largest number of an FP8 pool whose scale is 1/4, as in one layer."""
 
-_COHERENT = 64
-"""A logit of ``negative`` is a sum of this number of equal terms or more, but fewer than twice as many."""
+_COHERENT = 80
+"""Most equal terms in the sum that a logit of ``negative`` is. There are more than half as many."""
 _Shape = tuple[int, ...]
 _Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Maker = Callable[[_Shape, _Shape, _Shape, np.random.Generator], _Drawn]
@@ -87,7 +87,7 @@ def _negative(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Dra
     # that before the product. Then each of many equal terms is rounded the same way, and the errors of more than some
     # hundred add up to more than float32 arithmetic does elsewhere; so fewer channels of a wide key are not 0.
     size = 2.0 ** round(math.log2(65536 / (0.75 * math.sqrt(q[-1]))))
-    stride = 1 << max(0, (k[-1] // _COHERENT).bit_length() - 1)
+    stride = 1 << max(0, math.ceil(math.log2(k[-1] / _COHERENT)))
     return torch.full(q, -size), torch.ones(k) * stride * (torch.arange(k[-1]) % stride == 0), normals(v, rng)
 
 

@@ -40,10 +40,19 @@ FEW_CASES = {
     ("kv-memory", "draft-topk"): "draft-extend has no such k and v",
     ("kv-memory", "num-tokens-per-req"): "speculative modes have no such k and v, but in mixed cases",
     **dict.fromkeys(
-        [("windowed-layer", "last-chunk"), ("last-chunk", "second-step")],
+        [
+            ("windowed-layer", "last-chunk"),
+            ("last-chunk", "second-step"),
+            ("kv-memory", "last-chunk"),
+            ("layout-turns", "last-chunk"),
+            ("padding-turns", "last-chunk"),
+        ],
         "a few of the cases in chunks, of one mode",
     ),
-    ("capped-layer", "last-chunk"): "a soft cap in a few of the cases in chunks, of one mode",
+    **dict.fromkeys(
+        [("capped-layer", "last-chunk"), ("capped-layer", "chunked-requests")],
+        "a soft cap in a few of the cases in chunks, of one mode",
+    ),
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",
     ("shared-prefixes", "chunked-requests"): "one layout of five in one mode",
     ("shared-prefixes", "last-chunk"): "one layout of five in one mode",
@@ -114,6 +123,7 @@ def test_an_eager_step_before_graphs_meets_a_window_in_both_layers() -> None:
         for case in CORE
         if case.window >= 0
         and not case.layers.varied
+        and case.layers.count > 1
         and case.derived("eager-before-graphs")
         and case.derived("other-window")
     ]
@@ -220,4 +230,5 @@ def test_the_second_eager_step_is_the_one_that_was_chosen() -> None:
         else:
             expected = steps.get(wanted, steps["same lengths, other requests"])
             assert replace(schedule.second, name=expected.name, stored=False).requests is expected.requests
-            assert wanted in steps or equal
+            # A batch of many requests has fewer steps.
+            assert wanted in steps or equal or case.bucket > 64

@@ -121,14 +121,14 @@ def test_core_meets_what_prefill_bugs_are_made_of() -> None:
 
 
 def test_no_case_has_more_new_tokens_than_are_declared_and_one_has_so_many() -> None:
-    for most in (1, 2, 7, 40, 400):
+    for most in (1, 2, 7, 40, 400, 600):
         supported = declared(max_extend_tokens=most, max_q_rows=3)
         cases = generate(supported, EXTEND, "core")
         every = [e for c in cases for e in (c, *(co_residents(c, {EXTEND}, 3, 1, most) if c.multi_mode else ()))]
-        assert max(each.most_new for each in every) == min(most, 260)
-        assert max(max(rows(step), default=0) for each in every for step in make_schedule(each).steps) == min(most, 260)
+        assert max(each.most_new for each in every) == min(most, 520)
+        assert max(max(rows(step), default=0) for each in every for step in make_schedule(each).steps) == min(most, 520)
         left = describe_not_covered(supported, [EXTEND], cases)
-        assert any("new tokens of a request" in words for words in left) == (most > 260)
+        assert any("new tokens of a request" in words for words in left) == (most > 520)
 
 
 def test_an_extend_beside_other_modes_keeps_within_both_capabilities() -> None:
@@ -149,8 +149,9 @@ def test_every_step_fits_its_graph(case: Case) -> None:
         assert min(rows(step), default=1) >= (0 not in case.new)
         assert max(rows(step), default=0) <= case.most_new
         assert step.tokens <= step.bucket * case.width
-    exact = next(step for step in schedule.steps if step.label == "longer, exact")
-    assert rows(exact) == [case.width] * exact.bucket
+    # A batch of many requests has fewer steps.
+    exact = next((step for step in schedule.steps if step.label == "longer, exact"), None)
+    assert rows(exact) == [case.width] * exact.bucket if exact else case.bucket > 64
     assert schedule.oversized.tokens <= schedule.most_tokens
     assert schedule.max_context_len == context_len(case)
     assert schedule.spec_steps == 0

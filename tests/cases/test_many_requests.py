@@ -30,16 +30,6 @@ def test_requests_behind_a_block_of_1024_have_other_lengths_and_rows_than_those_
     assert max(narrow.new) == 4
 
 
-def test_of_32_and_of_132_requests_some_are_long_and_most_are_not() -> None:
-    _, *some = many_request_cases(ALL, DECODE)
-    assert [case.bs for case in some] == [32, 132]
-    for case in some:
-        long = [length for length in case.prefixes if length > 500]
-        assert len(long) == len(set(long)) == (case.bs + 4) // 9
-        assert max(length for length in case.prefixes if length not in long) < 10
-    assert list(many_request_cases(ALL, VERIFY)) == []
-
-
 @pytest.mark.parametrize("mode", [DECODE.mode, EXTEND.mode, VERIFY.mode], ids=str)
 def test_rows_lie_at_both_ends_of_a_chunk_and_some_requests_have_rows_in_two(mode: ForwardMode) -> None:
     chunked = [case for case in generate(ALL, mode, "core") if case.local_chunk]

@@ -43,7 +43,7 @@ def test_only_backends_that_declare_the_convention_get_them() -> None:
     states = TorchNativeStateBackend.capabilities
     of_states = [each for each in generate(states, ForwardMode.EXTEND, "core") if 0 in each.new]
     assert sorted(each.heads.family for each in of_states) == sorted(states.families)
-    assert not [each for each in generate(declared, ForwardMode.EXTEND, "smoke") if 0 in each.new]
+    assert not [each for each in generate(without, ForwardMode.EXTEND, "smoke") if 0 in each.new]
 
 
 def test_a_request_without_rows_has_a_state_only_if_it_has_tokens_before() -> None:

@@ -49,13 +49,13 @@ COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
         ),
         (
             PADDED_ROWS,
-            "draft-extend-gqa3x2-d128-fp16-p4-k0.1.8-n4a1x3-interleaved-negative-kvfp8e4m3-w11-cap1.5-b3prod",
+            "draft-extend-mqa4-d64-bf16-p4-k7.8.9-n4a4x3-interleaved-mean-w4000-cap1.5-sink-b4prod",
             "padding-inert",
-            ["rows", "seed"],
+            ["rows", "padded requests"],
         ),
         (
             WINDOW,
-            "decode-mqa4-d256-bf16-p1-k1.2.5.9.14.2.30-reversed-shifted-kvfp8e4m3-w4-cap1.5-sink-b8stale",
+            "decode-mqa4-d256-bf16-p1-k1.2.5.9.14.2.30-reversed-shifted-kvfp8e4m3-w4-b8stale",
             "matches-oracle",
             ["window"],
         ),
@@ -72,7 +72,7 @@ def test_a_failing_case_of_core_ends_with_two_features_or_fewer(
 
 
 def test_the_command_in_a_process_of_its_own_ends_with_two_features_or_fewer() -> None:
-    case = "decode-gqa3x2-d32-bf16-p4-k600.70.12-contiguous-peaked-kvfp8e4m3-w4-sink-b3prod"
+    case = "decode-gqa3x2-d256-bf16-p4-k0.1.8-contiguous-peaked-kvfp8e4m3-w11-cap1.5-sink-b3prod"
     assert case in {each.id for each in core_of(LAST_PAGE, case)}
     done = subprocess.run(
         [*COMMAND, "--backend", LAST_PAGE, case],

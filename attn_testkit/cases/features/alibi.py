@@ -22,7 +22,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    return {"alibi": [False, True]} if tier == "core" and mode in declared.alibi else {}
+    return {"alibi": [False, True]} if mode in declared.alibi else {}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:

@@ -102,6 +102,7 @@ CROSS_ATTENTION = Feature(
                 "packed rows": "no model has both",
                 "heads with their own scaling": "no model has both",
                 "heads by layer": "no model has both",
+                "keys wider than values": "no model has both",
                 "multi-mode instance": "target-verify and drafts have no encoder",
                 "loop": "the model of a loop has no encoder",
                 "chunks": "encoder keys are those of requests that begin",
@@ -139,7 +140,7 @@ CROSS_ATTENTION = Feature(
     values=Columns(
         lambda declared, mode, tier: (
             {"encoder_slots": ["", *sorted(declared.cross_attention.encoder_slots)]}
-            if tier == "core" and mode in declared.cross_attention.modes
+            if mode in declared.cross_attention.modes
             else {}
         ),
         lambda declared, row, so_far: {"encoder_len": 2 * so_far["page_size"] + 5} if row.get("encoder_slots") else {},

@@ -19,6 +19,8 @@ from .outside import first_undeclared, pool_like, with_layers
 
 _WIDEST, _WIDEST_OF_OTHERS = 512, 256
 """Wider rows than the second are those of MLA."""
+_MOST_WIDER = 2
+"""Numbers of further columns of keys that a covering array has."""
 _APART = {"nhd", OWN}
 """KV layouts in which K and V may have their own widths."""
 
@@ -38,6 +40,26 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     return {"rope_dim": row["rope_dim"] if so_far["heads"].layout.values_in_keys else 0}
+
+
+def _wider_of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
+    if not row.get("wider_keys"):
+        return {}
+    if so_far["heads"].layout.values_in_keys:
+        raise ValueError("keys of MLA are as wide as its rope part makes them")
+    return {"rope_dim": row["wider_keys"]}
+
+
+WIDER_KEYS = Columns(
+    lambda declared, mode, tier: (
+        {"wider_keys": [0, *some_of(declared.wider_keys, _MOST_WIDER)]}
+        if declared.wider_keys and _has_two_widths(declared)
+        else {}
+    ),
+    _wider_of_row,
+    further=("wider_keys",),
+)
+"""Columns of keys after those of values, outside of MLA."""
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:

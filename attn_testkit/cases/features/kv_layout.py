@@ -121,9 +121,7 @@ KV_LAYOUT = Feature(
     ),
     fit=lambda declared, case: {} if case.kv_layout in declared.kv_layouts else {"kv_layout": usual_layout(declared)},
     values=Columns(
-        lambda declared, mode, tier: (
-            {"kv_layout": [name for name in KV_LAYOUTS if name in declared.kv_layouts]} if tier == "core" else {}
-        ),
+        lambda declared, mode, tier: ({"kv_layout": [name for name in KV_LAYOUTS if name in declared.kv_layouts]}),
         further=("kv_layout",),
     ),
     covered=(

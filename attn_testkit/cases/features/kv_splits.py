@@ -97,7 +97,7 @@ def _size(case: Fields, minimal: Fields) -> Size:
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
     """One number of ranks of each kind. KV splits are merged by the backend if it can."""
-    if tier != "core" or not declared.lse:
+    if not declared.lse:
         return {}
     merges = [kind for kind in ("prefix", "pages", "tokens") if declared.lse.merges]
     return {"splits": [("", False), *((_COMBINED[kind][0], kind in merges[1:]) for kind in declared.lse.kinds(mode))]}

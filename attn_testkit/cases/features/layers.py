@@ -133,11 +133,9 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
     """Options in every second layer, or another combination of them in each, since the array of core does not pair
     options; ids of a later pipeline rank; and two KV groups."""
-    if tier != "core":
-        return {}
     found: dict[str, Sequence[Any]] = {"first_layer": [0, 5]}
     windows = mode in declared.windows.modes and declared.windows.layers != "same"
-    if windows or declared.logit_cap or declared.sinks:
+    if tier != "smoke" and (windows or declared.logit_cap or declared.sinks):
         found["varied"] = [False, True]
     return found | ({"kv_groups": [False, True]} if declared.kv_groups else {})
 

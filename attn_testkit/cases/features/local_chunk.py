@@ -69,9 +69,7 @@ LOCAL_CHUNK = Feature(
     describe=lambda case: {"local_chunk": f"{case.local_chunk} positions, in layer 0" if case.local_chunk else ""},
     declared=(Asked(lambda case: f"chunked-local layers of {case.local_chunk}", _declared),),
     values=Columns(
-        lambda declared, mode, tier: (
-            {"chunked_layers": [False, True]} if tier == "core" and mode in declared.windows.chunked else {}
-        ),
+        lambda declared, mode, tier: {"chunked_layers": [False, True]} if mode in declared.windows.chunked else {},
         lambda declared, row, so_far: (
             {"local_chunk": -(-_CHUNK // so_far["page_size"]) * so_far["page_size"]}
             if row.get("chunked_layers")

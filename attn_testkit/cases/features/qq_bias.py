@@ -26,7 +26,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    if tier != "core" or mode not in declared.qq_bias:
+    if mode not in declared.qq_bias:
         return {}
     return {"qq_bias": ["none", "shared" if declared.shared_qq_bias else "own"]}
 

@@ -47,6 +47,8 @@ _MOST_ASKED = 1024
 
 _TREES: tuple[Tree, ...] = (chain(4), Tree((0, 0, 1, 1, 3)), Tree((0, 1, 0, 3, 0, 5, 1)), Tree((0, 0, 0)))
 _DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(1, 2), Draft(4, 2), Draft(3, 6), Draft(1, 7))
+_MOST_DRAFTED_IN_SMOKE = 8
+"""Rows of a draft, all forwards together: with large pages one of 15 takes as long as all other cases of its mode."""
 _WITHOUT_ROWS = (WITHOUT_ROWS, EVEN_WITHOUT_ROWS)
 _ACCEPTED = ("uneven", "one", "all")
 
@@ -102,11 +104,12 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
     if mode is ForwardMode.EXTEND:
         names = [name for name in NEW_TOKENS if name not in _WITHOUT_ROWS]
         if tier != "core":
-            return {"new_tokens": [name for name in names if name != LONG_PROMPT]}
+            names.remove(LONG_PROMPT)
         lacking = declared.server.takes_requests_without_rows
         return {"new_tokens": names} | ({"without_rows": ["", *_WITHOUT_ROWS]} if lacking else {})
     if mode is ForwardMode.DRAFT_DECODE:
-        return {"draft": [draft for draft in _DRAFTS if draft.branches <= declared.max_draft_branches]}
+        drafts = [draft for draft in _DRAFTS if tier != "smoke" or len(draft) <= _MOST_DRAFTED_IN_SMOKE]
+        return {"draft": [draft for draft in drafts if draft.branches <= declared.max_draft_branches]}
     if mode is ForwardMode.TARGET_VERIFY:
         chains = [chain(min(n, rows)) for n in (2, 4, 7)]
         trees = [tree for tree in _TREES if len(tree) <= rows and tree.topk <= declared.max_topk]

@@ -95,7 +95,7 @@ SERVER_VARIANT = Feature(
     },
     declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
     values=Columns(
-        lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS} if tier == "core" else {},
+        lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS},
         lambda declared, row, so_far: {"variants": frozenset(word for word in _IN_ARRAYS if row.get(word))},
         further=_IN_ARRAYS,
     ),

@@ -67,7 +67,7 @@ def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
     """Spans in the rows of the step, and spans of every declared kind; decode has only the second."""
     spans = declared.spans
-    if tier != "core" or mode not in spans.modes:
+    if mode not in spans.modes:
         return {}
     extends = mode is ForwardMode.EXTEND
     wide = spans.wider_than_window and mode in declared.windows.modes

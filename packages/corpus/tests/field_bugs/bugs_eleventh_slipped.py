@@ -10,7 +10,10 @@ from attn_testkit.contract import LogSumExp
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("sglang #39703", "extend-gqa2x2-d64-bf16-p16-k0x3-n31a20.1.70-shuffled-gauss-b3prod-noncausal")
+@bug(
+    "sglang #39703",
+    "extend-gqa2x2-d64-bf16-p16-k0.1.16-n45a3.131.1-interleaved-one_hot-layers1from0-b3prod-empty_batches-noncausal",
+)
 class CausalTileBound(WithoutCausalMask):
     """The loop over keys ends at the diagonal of a tile of 64 rows, in layers that are not causal as well."""
 

@@ -46,7 +46,7 @@ class Crossing(DenseBackend):
         return out
 
 
-@bug("vllm #47035", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a17.15.1x2-interleaved-negative-cross37-b7small")
+@bug("vllm #47035", "extend-gqa2x2-d64-bf16-p16-k7x2.8x29.608.8x8-n3a2.3x20.2x19-shuffled-one_hot-cross37-b41small")
 class CausalCross(Crossing):
     """Cross attention runs in a kernel that is causal only, aligned at the end."""
 

@@ -34,7 +34,7 @@ class ScalesByStridesOfNumbers(PackedKV):
 
 @bug(
     "vllm-xpu-kernels #475",
-    "decode-mla16-d128r64-fp16-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w4-cap1.5-b3prod",
+    "decode-mla16-d128r64-fp16-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-b3prod",
     "writes-own-kv",
 )
 class MultipliesByScale(DenseBackend):
@@ -52,7 +52,7 @@ class MultipliesByScale(DenseBackend):
         return super().forward(q, k, v, layer, batch, False)
 
 
-@bug("InfiniLM #553", "decode-mqa4-d128-bf16-p64-k69-reversed-mean-kvfp8perhead-w4000-b1prod", "writes-own-kv")
+@bug("InfiniLM #553", "decode-mqa4-d128-bf16-p64-k69-reversed-mean-kvfp8perhead-w46-b1prod", "writes-own-kv")
 class ScalesOfConstructor(RowFormatsBackend):
     """Scales of heads are those that the constructor saw."""
 
@@ -96,7 +96,7 @@ class ScaleOfZeros(PackedKV):
             self.put(side["scales"], page, place, scales)
 
 
-@bug("flashinfer #3838", "extend-gqa4x2-d128-bf16-p64-k0.1.64-n2a2.3.1-chunks3-reversed-one_hot-kvnvfp4-b4small")
+@bug("flashinfer #3838", "extend-gqa4x2-d128-bf16-p64-k0x3-n2a2.3.1-chunks3-reversed-one_hot-kvnvfp4-b6stale")
 class SumsOfTwoRows(PackedKV):
     """The sum of a row includes that of its neighbor, relative to their own maxima."""
 

@@ -43,7 +43,7 @@ class TrimmedByCapacity(Known):
 
 @bug(
     "aiter #4711",
-    "target-verify-gqa2x2-d128-bf16-p1-k3.21.5.17-chain7-interleaved-rising_logits-b4prod",
+    "target-verify-gqa2x2-d128-bf16-p1-k3.21.5.17-chain7-interleaved-rising_logits-b5prod",
     "finite",
     execution="graph",
 )
@@ -62,7 +62,7 @@ class HiddenSplitIsNaN(PlannedBackend):
         acc.masked_fill_(hidden[..., None, None], torch.nan)
 
 
-@bug("vllm-xpu-kernels #514", "decode-gqa4x2-d128-bf16-p16-k600.70.12-shuffled-mean-w4-sink-b3prod", "finite")
+@bug("vllm-xpu-kernels #514", "decode-gqa4x2-d128-bf16-p64-k600.70.12-shuffled-gauss-w46-sink-b3prod", "finite")
 class SinkOfFirstTile(Known):
     """A decode adds the sink to the sum of the first tile, relative to that tile's maximum."""
 
@@ -80,7 +80,7 @@ class SinkOfFirstTile(Known):
 
 @bug(
     "vllm-xpu-kernels #434",
-    "extend-gqa4x2-d192-bf16-p16-k0.1.16-n11a15.16.2-chunks3-shared-one_hot-layers2from5-lsewhole-b6small",
+    "extend-gqa4x2-d192-bf16-p16-k0.1.16-n11a15.16.2-chunks3-shared-mean-lsewhole-b4small",
     "log-sum-exp",
 )
 class LanesWithoutRows(WithLse):
@@ -103,7 +103,7 @@ class LanesWithoutRows(WithLse):
         return out, lse.masked_fill(first[:, None], -torch.inf)
 
 
-@bug("ATOM #1015", "decode-gqa4x2-d128-bf16-p1-k21.3.0.8.9.33.1.17.5-shuffled-negative-b9prod", "writes-own-kv")
+@bug("ATOM #1015", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-reversed-negative-b7prod", "writes-own-kv")
 class WritesWholeBuffer(OwnSlots):
     """The eager writer has as many slots as the buffer holds: those behind the step's are of an earlier one."""
 
@@ -157,7 +157,7 @@ class PlacesOfRing(Known):
 
 @bug(
     "mlxcel #679",
-    "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-reversed-peaked-w11-b8nan",
     "finite",
 )
 class KeepsLastWindow(Known):
@@ -181,7 +181,7 @@ class KeepsLastWindow(Known):
 
 @bug(
     "vLLM-2080Ti-Definitive #183",
-    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan",
+    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod",
     "writes-own-kv",
     execution="graph",
 )

@@ -35,7 +35,7 @@ class Spanning(Tiled):
 
 @bug(
     "vllm #47217",
-    "extend-gqa4x2-d128-bf16-p64-k0x3-n43a63.64.2-chunks3-shuffled-gauss-w4-spanswidebylayer-b3prod",
+    "extend-gqa2x2-d64-bf16-p64-k1025.1026.1029.9.14.2.30-n11a67.1x6-shared-peaked-w4-spanswidebylayer-b10prod",
 )
 class LongSpansDropped(Spanning):
     """A span of more positions than the layer's window shows has no effect."""

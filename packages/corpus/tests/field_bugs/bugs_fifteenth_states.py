@@ -44,7 +44,8 @@ class FeaturesOf256(StateParent):
 
 @bug(
     "sglang #34043",
-    "target-verify-gdn4x2-d64-bf16-p16-k33.5.12-chain4-shuffled-mild_decay-k64w4s32.snap16-layers1from0-b4prod-multi_mode",
+    "target-verify-gdn4x2-d64-bf16-p16-k33.5.12-chain4-shuffled-mild_decay-"
+    "k64w4s32.snap16-layers1from0-b4prod-multi_mode",
     "state-matches-oracle",
 )
 class NoCopiesIfSpeculating(SnapshotsParent):
@@ -102,7 +103,7 @@ class PaddedRequestsKeepSlots(SlotsParent):
 
 @bug(
     "vllm-ascend #9720",
-    "extend-mamba4x2-d64-bf16-p16-k0.3.0-n16a15.16.17-shuffled-no_decay-k64w4s32-layers3from5-b3nan",
+    "extend-mamba4x2-d64-bf16-p16-k0-n20a20-shuffled-no_decay-k64w4s32-layers3from5-b1prod",
     "reads-own-state",
 )
 class WindowsOfSlots(StateParent):

@@ -25,7 +25,7 @@ class BlockId16(Tiled):
         return ((plan.page_table.long() & 0xFFFF)[:, :, None] * plan.page_size + offset).flatten(1)
 
 
-@bug("xformers #379", "decode-gqa2x2-d256-bf16-p1-k0x3-shuffled-peaked-b6stale", "output-written")
+@bug("xformers #379", "decode-gqa2x2-d256-bf16-p16-k0x3-reversed-rising_logits-b6small", "output-written")
 class ColumnOffset(Tiled):
     """The output tile of columns from 128 on is stored at column 0."""
 
@@ -39,7 +39,7 @@ class ColumnOffset(Tiled):
         return stored
 
 
-@bug("flash-attention #1562", "extend-gqa2x2-d64-bf16-p16-k7x2-n18a35.1-contiguous-peaked-b2prod", "writes-own-kv")
+@bug("flash-attention #1562", "extend-gqa2x2-d64-bf16-p16-k0x3-n13a35.1.2-contiguous-shifted-b6prod", "writes-own-kv")
 class ContiguousV(Tiled):
     """A view of V whose last stride is 1 is taken as contiguous."""
 
@@ -50,7 +50,11 @@ class ContiguousV(Tiled):
         super().write_kv(k, torch.as_strided(v, (t, h, d), (h * d, d, 1), v.storage_offset()), plan)
 
 
-@bug("llmman #118", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "writes-own-kv")
+@bug(
+    "llmman #118",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "writes-own-kv",
+)
 class AccumulatingWriter(Tiled):
     """New rows are added to what their slots held."""
 
@@ -96,7 +100,7 @@ class StrideOfFullPages(Tiled):
         return super().keys(packed, slots, plan)
 
 
-@bug("sglang #27360", "draft-decode-gqa2x2-d64-bf16-p2-k0.1.8-topk3steps6-shared-mean-b4nan", "reads-own-kv")
+@bug("sglang #27360", "draft-decode-gqa2x2-d64-bf16-p2-k600.70.12-topk3steps6-reversed-negative-b4nan", "reads-own-kv")
 class DraftScatter(Tiled):
     """A step's table is wide enough for that step, and pages of all steps are written: the next row gets the rest."""
 
@@ -120,7 +124,7 @@ class DraftScatter(Tiled):
         return (table[:, :, None] * size + offset).flatten(1)
 
 
-@bug("HipKittens #22", "decode-gqa8x2-d64-bf16-p16-k7x2-shuffled-one_hot-b3nan", "output-written")
+@bug("HipKittens #22", "decode-gqa8x2-d64-bf16-p16-k7x2-contiguous-shifted-b3nan", "output-written")
 class SquareGroups(Tiled):
     """Blocks are given heads as if there were as many KV heads as heads in a group: some heads have no block."""
 
@@ -136,7 +140,7 @@ class SquareGroups(Tiled):
 
 @bug(
     "xllm #932",
-    "decode-mqa4-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod",
+    "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
     "writes-own-kv",
     execution="graph",
 )
@@ -161,7 +165,7 @@ class BlockTableStride(Varlen):
         self.context.kv_pool.set_kv_buffer(layer, slots, k, v)
 
 
-@bug("vllm #14597", "decode-mqa4-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "completes")
+@bug("vllm #14597", "decode-mqa4-d64-bf16-p1-k255.256.511.512.1023.1024-shuffled-plus_minus_one-b6prod", "completes")
 class TableGroups(Varlen):
     """Page ids are loaded eight at a time: the last eight of the last row reach past the table's end."""
 
@@ -173,7 +177,7 @@ class TableGroups(Varlen):
         return meta.table.reshape(-1)[torch.where(first < needed[:, None], at, 0)].long()
 
 
-@bug("tt-metal #37927", "decode-mqa4-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "reads-own-kv")
+@bug("tt-metal #37927", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "reads-own-kv")
 class ChunkOfPages(Varlen):
     """A tile of 32 keys takes two pages of 16 slots to lie one behind the other."""
 
@@ -187,7 +191,7 @@ class ChunkOfPages(Varlen):
 
 @bug(
     "flash-attention #1217",
-    "draft-extend-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1-n2a2x7-interleaved-gauss-b7prod",
+    "draft-extend-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1-n2a2x7-shuffled-gauss-b7prod",
     execution="graph",
 )
 class CombineFixedQ(SplitKV):
@@ -200,7 +204,8 @@ class CombineFixedQ(SplitKV):
 
 @bug(
     "FastDeploy #8043",
-    "decode-gqa2x4-d128-fp16-p4-k15.22.6-contiguous-gauss-kvfp8e4m3-w7-cap1.5-sink-layers3from5groupsby8x4d64.8x2d128-b4prod",
+    "decode-gqa2x4-d128-fp16-p4-k15.22.6-contiguous-gauss-kvfp8e4m3-w7-cap1.5-"
+    "sink-layers3from5groupsby8x4d64.8x2d128-b4prod",
     "completes",
     execution="graph",
 )

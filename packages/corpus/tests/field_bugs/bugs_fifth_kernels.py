@@ -9,7 +9,7 @@ from fifth_parents_triton import Packed
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
-@bug("vllm #57614", "decode-gqa2x2-d128-fp16-p32-k7x2-shared-rising_logits-w4000-sink-b3nan", execution="graph")
+@bug("vllm #57614", "decode-mha2-d128-bf16-p32-k7x2-contiguous-shifted-w46-sink-b3nan", execution="graph")
 class SixteenSlotPages(Packed):
     """Pages of 32 slots are read as if they had 16."""
 
@@ -17,7 +17,7 @@ class SixteenSlotPages(Packed):
         return {"SLOTS": 16}
 
 
-@bug("flashinfer #5090", "target-verify-gqa2x2-d128-fp16-p16-k0.1.16-chain7-reversed-negative-w46-cap1.5-b6stale")
+@bug("flashinfer #5090", "target-verify-gqa2x2-d128-fp16-p16-k0.1.16-chain7-reversed-negative-w0-cap1.5-sink-b6stale")
 class UnmaskedTail(Packed):
     """Keys behind a request's last one are zeros, and are not masked: each has a weight of exp(0)."""
 
@@ -27,7 +27,7 @@ class UnmaskedTail(Packed):
 
 @bug(
     "flash-attention #1155",
-    "decode-gqa2x2-d64-fp16-p16-k7x2-contiguous-shifted-w11-sink-b3stale",
+    "decode-gqa2x2-d64-fp16-p16-k7x2-contiguous-shifted-w0-cap1.5-sink-b3stale",
     "completes",
     execution="graph",
 )
@@ -58,7 +58,9 @@ class HeadTilesCross(Packed):
 
 
 @bug(
-    "pytorch #151359", "target-verify-gqa6x2-d64-bf16-p16-k33.24.3-chain4-shuffled-gauss-kvinblock-b4prod", "completes"
+    "pytorch #151359",
+    "target-verify-gqa6x2-d64-fp16-p16-k0.1.16-chain4-shuffled-one_hot-w11-sink-b4prod-zero_length_padding",
+    "completes",
 )
 class PowerOfTwoGroups(Packed):
     """A tile has as many rows as a group has heads, which has to be a power of two."""

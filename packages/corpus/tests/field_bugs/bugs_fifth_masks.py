@@ -15,7 +15,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 TREES = {"max_topk": 4, "max_q_rows": 16}
 
 
-@bug("TensorRT-LLM #13006", "target-verify-gqa2x2-d64-bf16-p16-k7x2-t0.0.0-shuffled-gauss-b2prod")
+@bug("TensorRT-LLM #13006", "target-verify-gqa2x2-d64-bf16-p16-k7x2-t0.0.0-shuffled-peaked-b5nan")
 class PackedMaskStride(Tiled):
     """A request's mask begins where the padded size of trees puts it."""
 
@@ -44,7 +44,7 @@ class MaskRowPerHead(Tiled):
         return super().visible(index, rows)
 
 
-@bug("ik_llama.cpp #2186", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w11-b7prod")
+@bug("ik_llama.cpp #2186", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-interleaved-gauss-w11-b7prod")
 class SwaTailByLongest(Tiled):
     """Layers with a window cut off old keys once for the batch, where its longest request's window begins."""
 
@@ -55,7 +55,7 @@ class SwaTailByLongest(Tiled):
         return seen & (index >= rows.plan.kv_lens.max() - 1 - window) if window >= 0 else seen
 
 
-@bug("vllm #49010", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod")
+@bug("vllm #49010", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-rising_logits-b3prod")
 class NoMaskInVerify(Tiled):
     """Verify is a decode kernel with several rows, and without a mask."""
 
@@ -65,7 +65,7 @@ class NoMaskInVerify(Tiled):
         return index < rows.kv_lens[:, None]
 
 
-@bug("onnxruntime #25927", "extend-gqa2x2-d64-bf16-p16-k0.1.16-n12a16.1.17-shared-gauss-w4-b3prod")
+@bug("onnxruntime #25927", "extend-gqa2x2-d64-bf16-p16-k0.1.16-n179a15.520.2-shared-gauss-w4-layers1from0-b3prod")
 class WindowExcludesSelf(Tiled):
     """The window is short by one key."""
 
@@ -77,7 +77,7 @@ class WindowExcludesSelf(Tiled):
 
 @bug(
     "amd-shark-ai #2235",
-    "extend-mha2-d128-bf16-p16-k15.16.17-n1a1x3-shuffled-one_hot-kvfp8e4m3-w4-cap1.5-b6stale",
+    "extend-mha2-d128-bf16-p16-k15.16.17-n1a1x3-chunks3-interleaved-one_hot-kvfp8e4m3-w4-cap1.5-b3prod",
 )
 class StartOfFirst(Varlen):
     """In prefill rows of all requests count from the first one's prefix."""
@@ -92,7 +92,7 @@ class StartOfFirst(Varlen):
 
 @bug(
     "FastDeploy #8065",
-    "extend-mha2-d128-bf16-p1-k32.128.64.16.63-n4a7.8.2.1x2-chunks3-reversed-gauss-kvfp8e4m3-w11-cap1.5-b5prod",
+    "extend-mha2-d128-bf16-p1-k32.128.64.16.63-n4a7.8.2.1x2-chunks3-reversed-gauss-kvfp8e4m3-w0-cap1.5-sink-b5prod",
     execution="graph",
 )
 class OneTokenPrompt(Varlen):
@@ -104,7 +104,7 @@ class OneTokenPrompt(Varlen):
         return request, place, position.masked_fill(alone[request], -1) if meta.extends else position
 
 
-@bug("ppl.llm.kernel.cuda #57", "target-verify-gqa8x2-d128-bf16-p64-k0.1.64-t0.0.0-interleaved-gauss-cap1.5-b3prod")
+@bug("ppl.llm.kernel.cuda #57", "target-verify-gqa8x2-d128-bf16-p64-k0.1.64-t0.0.0-interleaved-gauss-b3prod")
 class SplitMaskOffset(SplitKV):
     """A split reads the mask from its beginning, whichever its first key is."""
 

@@ -14,7 +14,9 @@ from third_parents import FP8, SPEC, Latent, mla_capabilities
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("FlashMLA-ETAP #2", "target-verify-mla16-d512r64-bf16-p1-k31.127.63.15.63-chain2-shared-peaked-b5prod", "finite")
+@bug(
+    "FlashMLA-ETAP #2", "target-verify-mla16-d512r64-bf16-p16-k31.127.63.15.63-chain2-shuffled-shifted-b5prod", "finite"
+)
 class LastTileRow(Latent):
     """A row that sees no key of its request's last tile has -inf minus -inf."""
 
@@ -27,7 +29,7 @@ class LastTileRow(Latent):
         return parts._replace(weight=parts.weight.masked_fill(lost[:, None], math.nan))
 
 
-@bug("sglang-jax #905", "decode-gqa2x2-d64-bf16-p16-k0.1.16-reversed-rising_logits-sink-b6small")
+@bug("sglang-jax #905", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shuffled-one_hot-sink-b6small")
 class SinkDropped(Tiled):
     """The fused path, here of a prompt without prefix, has no sink."""
 
@@ -67,9 +69,7 @@ class Fp8Scratch(Tiled):
         return out.float().clamp(-448, 448).to(torch.float8_e4m3fn).to(out.dtype)
 
 
-@bug(
-    "tilelang #328", "decode-gqa8x2-d128-bf16-p64-k600.70.12-interleaved-shifted-kvfp8e4m3-w46-cap1.5-b4stale", "finite"
-)
+@bug("tilelang #328", "decode-gqa2x2-d64-fp16-p64-k3.133.33.17-interleaved-peaked-w46-b4prod", "finite")
 class EmptyFirstSplit(SplitKV):
     """The running maximum begins at -inf, and the first split may have no key."""
 

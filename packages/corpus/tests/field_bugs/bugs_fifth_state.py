@@ -12,7 +12,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "vllm #19321",
-    "extend-gqa7x2-d64-bf16-p16-k3.37.9.17-n1a1x4-shuffled-one_hot-w46-sink-b4prod",
+    "extend-gqa7x2-d64-bf16-p16-k3.37.9.17-n1a1x4-shuffled-one_hot-w4-b4prod",
     "padding-inert",
     execution="graph",
 )
@@ -26,7 +26,7 @@ class StartLocPad(Varlen):
 
 @bug(
     "nntrainer #4317",
-    "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod",
+    "decode-gqa8x2-d128-bf16-p8-k1.2.5.9.14.2.30-reversed-gauss-w11-b8prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -43,7 +43,8 @@ class RegimeAtCapture(HostPlanned):
 
 @bug(
     "vllm #39773",
-    "decode-gqa8x2-d256-bf16-p32-k32.128.64.16.63-shared-peaked-w11-cap1.5-layers3from5varied-b6prod-padded_tokens-overlap_scheduling",
+    "decode-mha2-d64-bf16-p32-k1056.1152.1088.16.63-shared-rising_logits-w0-"
+    "cap1.5-layers3from5varied-b5prod-padded_tokens",
     "completes",
     execution="graph",
 )
@@ -73,7 +74,7 @@ class RowsAsRequests(HostPlanned):
 
 @bug(
     "rvllm #32",
-    "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod",
+    "decode-gqa8x2-d64-bf16-p8-k13-interleaved-rising_logits-w46-b1prod-overlap_scheduling",
     "writes-own-kv",
     execution="graph",
 )
@@ -103,7 +104,7 @@ class PadSlotsLive(HostPlanned):
 
 @bug(
     "aprender #2030",
-    "decode-mha2-d128-bf16-p8-k1025.33-contiguous-plus_minus_one-b3prod",
+    "decode-mha2-d128-bf16-p8-k1025.33-shuffled-plus_minus_one-b3prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -118,7 +119,7 @@ class ChunksAtCapture(HostPlanned):
         return seen if chunks is None else seen & (index < chunks * 1024)
 
 
-@bug("hip-attention #22", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-contiguous-gauss-b8prod")
+@bug("hip-attention #22", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-shuffled-gauss-b8prod")
 class EmptyUnwritten(SplitKV):
     """A split without keys writes nothing, and what its memory held is merged."""
 
@@ -127,7 +128,7 @@ class EmptyUnwritten(SplitKV):
         lses.copy_(torch.where(has_keys[:, None], lse, lses))
 
 
-@bug("flashinfer #2002", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-contiguous-gauss-b8prod", "output-written")
+@bug("flashinfer #2002", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-shuffled-gauss-b8prod", "output-written")
 class CounterUninit(SplitKV):
     """Counters of the splits that have arrived lie in memory that nobody cleared."""
 

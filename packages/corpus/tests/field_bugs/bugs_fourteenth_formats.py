@@ -93,7 +93,7 @@ class WritesScalesElsewhere(PackedKV):
 
 @bug(
     "vllm #49716",
-    "decode-gqa4x2-d64-bf16-p16-k33.24.3-shuffled-gauss-kvint8pertokenhead-kvpaddedpages-b4prod",
+    "decode-gqa4x2-d64-bf16-p16-k21-interleaved-rising_logits-kvint8pertokenhead-kvpaddedpages-b4nan",
     "writes-own-kv",
 )
 class StridesOfShape(WritesScalesElsewhere):

@@ -48,7 +48,7 @@ class WorkspaceTooSmall(OfMode):
 
 @bug(
     "ATOM #1859",
-    "target-verify-mqa4-d64-bf16-p16-k0.1.16-chain7-contiguous-shifted-sel16-idx4-b3prod",
+    "target-verify-mqa4-d64-bf16-p16-k1039.1040.1041-chain7-contiguous-rising_logits-sel16-idx4ties-b3prod",
     "selection-well-formed",
 )
 class BoundOfRequest(OfMode):
@@ -76,7 +76,7 @@ class PageOffsetsOf32Bits(IndexerParent):
 
 @bug(
     "pypto-lib #592",
-    "extend-mqa4-d64-bf16-p16-k15.16.17-n12a16.1.17-shared-gauss-sel16-idx4reuse-b6stale",
+    "extend-mqa4-d64-bf16-p16-k32.33.16-n7a17.2.1-chunks3-shared-gauss-sel16-idx4reuse-b4prod",
     "selection-well-formed",
 )
 class ScoresAsManyAsRows(OfMode):
@@ -90,7 +90,7 @@ class ScoresAsManyAsRows(OfMode):
 
 @bug(
     "mlx-lm #1189",
-    "extend-mqa4-d64-bf16-p16-k15.16.17-n12a16.1.17-shared-gauss-sel16-idx4reuse-b6stale",
+    "extend-mqa4-d64-bf16-p16-k32.33.16-n7a17.2.1-chunks3-shared-gauss-sel16-idx4reuse-b4prod",
     "selection-well-formed",
 )
 class KeysOfTheChunk(OfMode):
@@ -132,7 +132,7 @@ class BinOf4096(IndexerParent):
 
 @bug(
     "ATOM #1362",
-    "draft-extend-v2-mqa4-d64-bf16-p16-k0.1.16-n6a6x3-shared-peaked-sel16-idx4-b3prod",
+    "draft-extend-v2-mqa4-d128-bf16-p16-k37.3.0.16.9.33.1.17.5-n4a4x9-shared-negative-sel16-idx4-b10prod",
     "selects-best",
 )
 class LastLayerReuses(IndexerParent):
@@ -150,7 +150,7 @@ class LastLayerReuses(IndexerParent):
 
 @bug(
     "vllm #43966",
-    "extend-mla16-d128r64-bf16-p16-k0.1.16-n2a2.3.1-chunks3-reversed-gauss-sel16-idx4ties-layers2from5-b3prod",
+    "extend-mqa4-d128-bf16-p16-k0.1.16-n11a15.16.2-interleaved-rising_logits-sel16-idx4ties-b3prod",
     "selection-well-formed",
 )
 class ShortPrefillIsADecode(OfMode):

@@ -14,7 +14,8 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "flashinfer #3717",
-    "target-verify-gqa2x2-d64-bf16-p16-k600.70.12-chain7-interleaved-one_hot-b3prod-noncausal-overlap_scheduling",
+    "target-verify-gqa2x2-d64-bf16-p16-k7x2.8x29.608.8x8-chain7-reversed-"
+    "negative-layers1from0-b41prod-empty_batches-noncausal-overlap_scheduling",
 )
 class TailIsScored(WithoutCausalMask):
     """Without a causal mask keys behind the length stay in a tile of 256: logits of 0, and values of 0."""
@@ -60,7 +61,7 @@ class OwnKeyNotCounted(WithKVSplits):
         return torch.where(before.any(-1, keepdim=True), right & before, torch.ones_like(right))
 
 
-@bug("executorch #21857", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale")
+@bug("executorch #21857", "extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-reversed-peaked-w11-b8nan")
 class WindowOfFirstRow(Known):
     """Cached keys are masked for all rows of a chunk by the window of its first one."""
 
@@ -96,7 +97,7 @@ class UnmappedBlocksAreZero(Known):
         return super().parts(scores, seen | unmapped, v, rows)
 
 
-@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p1-k32.128-contiguous-rising_logits-b3prod-multi_mode")
+@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p64-k3.133.33.17-contiguous-mean-b5prod-multi_mode")
 class MaskInPlaceOfWindow(Tiled):
     """With a mask of its own a step has no window, and causality compares keys with the row's number in its step."""
 

@@ -80,7 +80,7 @@ class AsManyRowsEach(SparseParent):
         return (row // plan.max_q_len).clamp(max=len(plan.kv_lens) - 1)
 
 
-@bug("vllm-ascend #13391", "target-verify-mqa4-d64-bf16-p16-k21-chain7-reversed-gauss-sel4of16-b1prod", "reads-own-kv")
+@bug("vllm-ascend #13391", "target-verify-mqa4-d128-bf16-p16-k21-chain7-reversed-gauss-sel4of16-b1prod", "reads-own-kv")
 class TailIsLoaded(SparseBlocks):
     """Values of a block behind the length, and of no block, are loaded: their weight of 0 times what lies there."""
 
@@ -96,7 +96,7 @@ class TailIsLoaded(SparseBlocks):
         return (torch.softmax(logits, -1).nan_to_num(nan=0.0) @ v).to(q.dtype)
 
 
-@bug("vllm #54597", "decode-mqa4-d128-bf16-p16-k3.37.9.17-shuffled-one_hot-sel4of16-b5prod", "reads-own-kv")
+@bug("vllm #54597", "decode-mqa4-d64-bf16-p16-k3.37.9.17-shuffled-one_hot-sel4of16-b7nan", "reads-own-kv")
 class NoBlockIsLookedUp(SparseBlocks):
     """A decode looks up no block (-1) in the table: the entry before the request's first."""
 
@@ -115,7 +115,7 @@ class NoBlockIsLookedUp(SparseBlocks):
         return plan.slot_table.flatten()[at.clamp(min=0)].long()
 
 
-@bug("ATOM #1343", "extend-mla16-d64r64-bf16-p16-k7x2-n18a35.1-contiguous-peaked-sel1empty-b2prod")
+@bug("ATOM #1343", "extend-mla16-d128r64-bf16-p16-k7x2-n18a35.1-chunks3-contiguous-peaked-sel1empty-b3small")
 class WindowAtTheHead(SparseParent):
     """In a prefill with a prefix two writers fill a row's list from its head on; what is behind them stays."""
 
@@ -136,7 +136,7 @@ class WindowAtTheHead(SparseParent):
         return torch.where(lost, torch.zeros_like(selected), selected)
 
 
-@bug("ATOM #1591", "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-b6stale")
+@bug("ATOM #1591", "decode-mla16-d128r64-bf16-p16-k0.1.16-shared-mean-sel16-b4stale")
 class TopkIs1024(SparseParent):
     """Lists have 1024 columns whatever the layer selects, and as many keys as a row may see count, up to that."""
 

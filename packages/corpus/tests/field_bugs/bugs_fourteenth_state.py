@@ -37,7 +37,7 @@ class TableOfContextLength(Varlen):
 
 @bug(
     "vllm-ascend #11774",
-    "decode-gqa2x2-d64-bf16-p64-k600.70.12-shuffled-one_hot-b3prod",
+    "decode-gqa2x2-d64-bf16-p16-k600.70.12-shuffled-mean-b3prod",
     "captures-cleanly",
     execution="graph",
 )
@@ -107,7 +107,7 @@ class TapeByFingerprint(Known):
 
 @bug(
     "sglang #36915",
-    "draft-extend-gqa7x2-d128-bf16-p64-k600.70.12-n4a4x3-shared-negative-kvfp8e4m3-cap1.5-b3prod",
+    "draft-extend-gqa2x2-d64-bf16-p1-k1500.70-n4a4.1-shared-gauss-kvfp8e4m3-w700-cap1.5-sink-b3prod",
     "reads-own-kv",
 )
 class OffsetsOfLastStep(Varlen):
@@ -130,7 +130,7 @@ class OffsetsOfLastStep(Varlen):
 
 @bug(
     "vllm-ascend #14236",
-    "draft-decode-mha2-d64-bf16-p1-k3.21.5.17-topk2steps3-shuffled-one_hot-w4-b4prod",
+    "draft-decode-mha2-d64-bf16-p1-k3.21.5.17-topk2steps3-shuffled-one_hot-b4prod",
     "reads-own-kv",
 )
 class LengthsOfLastForward(MultiStepBackend):

@@ -12,7 +12,7 @@ from third_parents import Latent, mla_capabilities
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("LMCache #3092", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan", "reads-own-kv")
+@bug("LMCache #3092", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "reads-own-kv")
 class QueryHeadAsKvHead(Known):
     """The query head indexes K and V."""
 
@@ -46,7 +46,7 @@ class TwelveHeadsAsSixteen(Latent):
         return out.flatten(0, 1)[: t * h].view(t, h, -1)
 
 
-@bug("triton #621", "decode-gqa4x2-d128-bf16-p64-k3.133.33.17-contiguous-gauss-b7prod")
+@bug("triton #621", "decode-gqa4x2-d128-bf16-p64-k3.133.33.17-contiguous-shifted-b7small")
 class HeadDim64Only(Known):
     """64 is hard-coded."""
 
@@ -90,7 +90,7 @@ class MoreThan16Queries(Known):
 @bug(
     "sglang #7462",
     "extend-gqa2x2-d64-bf16-p16-k3-n3a3-reversed-gauss-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k7x2-n18a35.1-shuffled-peaked-b3nan",
 )
 class ContiguousQuery(Known):
     """The query is taken as contiguous."""
@@ -102,7 +102,7 @@ class ContiguousQuery(Known):
         return torch.as_strided(q, q.shape, (h * d, d, 1), q.storage_offset())
 
 
-@bug("aiter #4531", "decode-gqa4x2-d64-bf16-p16-k33.24.3-shuffled-gauss-kvsidebysidehnd-b4prod", "writes-own-kv")
+@bug("aiter #4531", "decode-gqa4x2-d64-bf16-p16-k21-interleaved-rising_logits-kvsidebysidehnd-b4prod", "writes-own-kv")
 class ContiguousCacheWrite(Known):
     """The write takes the block stride alone; token and head strides are those of NHD."""
 
@@ -180,7 +180,7 @@ class SpecStoreInOneBlock(Known):
         super().write_kv(k, v, plan)
 
 
-@bug("onnxruntime #31641", "target-verify-gqa2x2-d128-bf16-p1-k7x2-chain7-shuffled-gauss-b2prod", "writes-own-kv")
+@bug("onnxruntime #31641", "target-verify-gqa2x2-d128-bf16-p16-k0.1.16-chain7-shuffled-peaked-b3prod", "writes-own-kv")
 class ShiftedAppend(Known):
     """T - 1 is taken as the past of several tokens."""
 
@@ -195,7 +195,7 @@ class ShiftedAppend(Known):
         super().write_kv(k, v, plan)
 
 
-@bug("tokenspeed #1441", "draft-extend-gqa4x2-d128-bf16-p64-k7x2-n6a6x2-interleaved-gauss-b5stale", "writes-own-kv")
+@bug("tokenspeed #1441", "draft-extend-gqa4x2-d128-bf16-p1-k7.8.9-n4a1x3-interleaved-mean-b6nan", "writes-own-kv")
 class DraftRowsNotStored(Known):
     """The first draft step has no write locations."""
 

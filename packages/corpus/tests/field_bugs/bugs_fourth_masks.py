@@ -9,7 +9,7 @@ from plain_backends import declared
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("sparkinfer #4", "extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod")
+@bug("sparkinfer #4", "extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod")
 class TopLeftCausal(Known):
     """Prefill has kv_end = min(kv_len, row + 1), rows counted in the chunk."""
 
@@ -50,7 +50,7 @@ class NegatedWindowDiagonal(Known):
 @bug(
     "candle-vllm #140",
     "extend-gqa2x2-d64-bf16-p16-k0.9-n3a2.4-contiguous-gauss-layers1from0-b2prod",
-    of_a_tier="extend-gqa4x2-d64-bf16-p64-k63.64.65-n38a17.64.33-chunks3-shared-mean-w0-b4prod",
+    of_a_tier="extend-gqa4x2-d64-bf16-p64-k63.64.65-n38a17.64.33-chunks3-shared-mean-b4prod",
 )
 class FirstOffsetForAll(Known):
     """Masks of several rows are made with the first sequence's offset."""
@@ -66,7 +66,7 @@ class FirstOffsetForAll(Known):
         return seen & (index >= p - w) if w >= 0 else seen
 
 
-@bug("vllm-ascend #15503", "decode-gqa2x2-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "reads-own-kv")
+@bug("vllm-ascend #15503", "decode-gqa2x2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "reads-own-kv")
 class MaskEndsAt512(Known):
     """The attention mask is ignored past KV position 512."""
 
@@ -79,7 +79,7 @@ class MaskEndsAt512(Known):
 @bug(
     "onnx #7867",
     "extend-gqa2x2-d64-bf16-p16-k3-n4a4-contiguous-gauss-cap1.5-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p64-k63.64.65-n38a17.64.33-interleaved-negative-cap1.5-b6stale",
+    of_a_tier="extend-gqa2x2-d64-bf16-p64-k1.2.5.9.14.2.30-n20a131.1.2.1x4-contiguous-negative-w4000-cap1.5-b8stale",
 )
 class SoftcapAfterMask(Known):
     """The soft cap comes after the mask, and masked keys get the logit -cap."""
@@ -105,7 +105,7 @@ class DecodeWithoutWindow(Known):
         return torch.zeros_like(rows.position) if self.decodes() else super().window_start(rows)
 
 
-@bug("keras-hub #1738", "decode-gqa4x2-d128-bf16-p1-k7x2-shared-peaked-w4000-b2prod")
+@bug("keras-hub #1738", "decode-gqa4x2-d128-bf16-p1-k7.8.9-interleaved-negative-w11-b3prod")
 class WindowNoWiderThanRows(Known):
     """The window is min(query_len, window)."""
 
@@ -119,7 +119,7 @@ class WindowNoWiderThanRows(Known):
 @bug(
     "xllm #2161",
     "extend-gqa2x2-d64-bf16-p16-k7-n2a2-reversed-gauss-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod",
+    of_a_tier="extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod",
 )
 class PrefixNotSeen(Known):
     """Prefill attends the tokens of this forward alone."""
@@ -134,7 +134,7 @@ class PrefixNotSeen(Known):
 @bug(
     "openvino #30714",
     "extend-gqa2x2-d64-bf16-p16-k9-n2a2-shuffled-gauss-w4same-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-reversed-peaked-w11-b8nan",
 )
 class WindowOneRowOff(Known):
     """With several tokens the window is off by one row."""
@@ -146,7 +146,7 @@ class WindowOneRowOff(Known):
         return start if rows.layer.sliding_window_size < 0 else start - (rows.new > 1).long()
 
 
-@bug("onnxruntime #27992", "decode-gqa2x2-d64-bf16-p16-k0.1.16-shuffled-mean-w4-b3prod")
+@bug("onnxruntime #27992", "decode-gqa2x2-d64-bf16-p16-k0.1025.1040-shuffled-mean-w46-layers3from0varied-b3prod")
 class UniformPast(Known):
     """The past of the batch's longest request, for all of them."""
 
@@ -160,7 +160,7 @@ class UniformPast(Known):
         return (index <= p) & (index >= p - w) & (index < rows.kv_lens[:, None])
 
 
-@bug("pytorch #169222", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan", "reads-own-kv")
+@bug("pytorch #169222", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "reads-own-kv")
 class UnboundedPartialBlock(Known):
     """The last block of 32 keys has no bounds check (vector kernels: few rows)."""
 

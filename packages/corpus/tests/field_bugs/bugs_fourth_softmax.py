@@ -15,7 +15,7 @@ from attn_testkit.contract import LogSumExp
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("vllm #48364", "decode-gqa4x2-d64-bf16-p16-k21-interleaved-rising_logits-w11-b1prod", "finite", execution="graph")
+@bug("vllm #48364", "decode-gqa2x2-d128-bf16-p16-k21-reversed-rising_logits-w0-b1prod", "finite", execution="graph")
 class LeadingTileMasked(Known):
     """-inf - -inf where the first 16 keys are all masked."""
 
@@ -45,7 +45,8 @@ class EmptySplitNaN(Latent):
 @bug(
     "imp #1346",
     "extend-gqa2x2-d128-bf16-p1-k30.7-n4a4.1-shuffled-shifted-kvfp8e4m3-sink-layers1from0-b2prod",
-    of_a_tier="extend-gqa4x2-d128-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-chunks3-shared-mean-kvfp8e4m3-sink-b6prod",
+    of_a_tier="extend-gqa4x2-d128-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-chunks3-"
+    "shared-one_hot-kvfp8e4m3-sink-b5prod",
 )
 class SinksLostWithFp8(Known):
     """The shared reduction is given no sinks with FP8."""
@@ -61,7 +62,7 @@ class SinksLostWithFp8(Known):
 @bug(
     "imp #688",
     "extend-gqa4x2-d64-bf16-p64-k9-n5a5-interleaved-rising_logits-cap1.5-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p16-k37.3.0.16.9.33.1.17.5-n5a35.1.2.1x6-chunks3-reversed-rising_logits-cap1.5-b12prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1500.70-n5a5.1-reversed-gauss-cap1.5-b3prod",
 )
 class CapLostInPrefill(Known):
     """Prefill of other head dims than 128 takes a path without the cap."""
@@ -74,7 +75,7 @@ class CapLostInPrefill(Known):
 
 @bug(
     "tokenspeed #759",
-    "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-negative-kvfp8e4m3-layers2from5-b3prod-overlap_scheduling",
+    "decode-gqa2x2-d128-bf16-p1-k1500.70-contiguous-gauss-kvfp8e4m3-b3prod",
 )
 class ScalesNotApplied(Known):
     """The FA4 path gets no scales."""
@@ -137,7 +138,7 @@ class AdditiveMaskOnTail(Known):
     "target-verify-gqa2x2-d64-bf16-p16-k62-chain4-interleaved-shifted-layers1from0-b1prod",
     "finite",
     execution="graph",
-    of_a_tier="target-verify-gqa4x2-d128-bf16-p64-k600.70.12-chain7-interleaved-one_hot-b6prod",
+    of_a_tier="target-verify-gqa4x2-d128-bf16-p64-k600.70.12-chain7-contiguous-rising_logits-b3prod",
 )
 class SpecTileMasked(Known):
     """A sub-sequence of which a row sees nothing gives NaN."""
@@ -164,7 +165,7 @@ class ScaleOneForEncoders(WithoutCausalMask):
         return super().scores(q, k, layer if layer.causal else replace(layer, scaling=1.0))
 
 
-@bug("vllm #47188", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale")
+@bug("vllm #47188", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b6small")
 class EmptyWindowSplits(Workspace):
     """Splits that the window leaves empty are not written, and are merged."""
 

@@ -32,7 +32,7 @@ class NewObjectsAtReplay(Planned):
     "extend-gqa2x2-d64-bf16-p16-k3-n4a11-shuffled-gauss-layers1from0-b3prod",
     "buckets-independent",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-chunks3-interleaved-shifted-b8stale",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-reversed-peaked-b7prod-empty_batches",
 )
 class QueryStartTailStale(OwnStart):
     """Query_start_loc has entries of live requests alone; the tail is an older batch's."""
@@ -42,7 +42,7 @@ class QueryStartTailStale(OwnStart):
         self.start[: live + 1].copy_(batch.query_start_loc[: live + 1])
 
 
-@bug("vllm #13418", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan", "writes-own-kv", execution="graph")
+@bug("vllm #13418", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "writes-own-kv", execution="graph")
 class PaddedRowsStored(OwnSlots):
     """All rows of the padded key are stored, by a slot buffer whose tail is stale."""
 
@@ -65,7 +65,8 @@ class PlanOfFirstHeads(Known):
 
 @bug(
     "sglang #30340",
-    "decode-gqa2x2-d64-bf16-p64-k63.64.65-contiguous-one_hot-layers2from5-b6stale-empty_batches-overlap_scheduling",
+    "decode-gqa2x2-d64-bf16-p64-k1087.1088.1089-contiguous-one_hot-layers2from5-"
+    "b6stale-empty_batches-overlap_scheduling",
     "completes",
 )
 class LayerZeroAtInit(Known):
@@ -121,7 +122,7 @@ class UniformByTotal(Known):
         return Rows(plan, request, place, plan.kv_lens[request].long() - self.width + place)
 
 
-@bug("flashinfer #1046", "extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod", "finite")
+@bug("flashinfer #1046", "extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod", "finite")
 class UninitialisedTail(Known):
     """Rows of the last V tile hold what was there before, times weight 0."""
 
@@ -138,7 +139,7 @@ class UninitialisedTail(Known):
         return super().parts(scores, seen, v, rows)
 
 
-@bug("sglang #26750", "target-verify-gqa2x2-d128-bf16-p1-k7x2-chain7-shuffled-gauss-b2prod", "reads-own-kv")
+@bug("sglang #26750", "target-verify-gqa2x2-d128-bf16-p16-k0.1.16-chain7-shuffled-peaked-b3prod", "reads-own-kv")
 class IndicesOfOldSum(Known):
     """Kv_indices are sized by the seq_lens_sum from before the verify's bump."""
 
@@ -165,7 +166,7 @@ class IndicesOfOldSum(Known):
     "extend-gqa2x2-d64-bf16-p16-k3-n4a8-shuffled-gauss-layers1from0-b2prod",
     "replay-follows-batch",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-chunks3-interleaved-shifted-b8stale",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-reversed-mean-b8prod",
 )
 class GridFromTotals(Known):
     """Longest request = rows - requests + 1; what is behind it is not launched."""
@@ -177,7 +178,7 @@ class GridFromTotals(Known):
         return torch.where((rows.place < longest)[:, None, None], out, 0.0) if self.extends() else out
 
 
-@bug("TileOPs #646", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan", "completes", execution="graph")
+@bug("TileOPs #646", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "completes", execution="graph")
 class OneVariantForAll(Known):
     """The output index of the variant that is compiled first is kept for the other."""
 
@@ -192,7 +193,7 @@ class OneVariantForAll(Known):
         return super().run(q, kv, plan)
 
 
-@bug("mirage #709", "extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-contiguous-one_hot-b2prod")
+@bug("mirage #709", "extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod")
 class MaxTokensEight(Known):
     """A task has 8 tokens, whatever the batch."""
 

@@ -64,7 +64,11 @@ class PageOfOnePackedAsTwo(Tiled):
         return (table[:, index // size] * size + index % size).clamp(max=self.context.kv_pool.num_slots - 1)
 
 
-@bug("vLLM #47056, vLLM #49012", "decode-gqa2x2-d64-bf16-p16-k33.24.3-shuffled-gauss-kvhnd-b4prod", "writes-own-kv")
+@bug(
+    "vLLM #47056, vLLM #49012",
+    "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-rising_logits-kvhnd-b3prod",
+    "writes-own-kv",
+)
 class BlockSizeFromNumberOfHeads(Tiled):
     """The cache writer takes the block size from a dimension that holds the number of heads in hnd."""
 
@@ -112,7 +116,7 @@ class WriterWalksOverTheEndOfAPage(Tiled):
             flat.index_put_((rows.clamp(max=len(flat) - 1),), new)
 
 
-@bug("pytorch #182593", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b7prod", "reads-own-kv")
+@bug("pytorch #182593", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shared-gauss-b7prod", "reads-own-kv")
 class TwoPagesTakenForOneBlock(Tiled):
     """A block of the mask is two pages, and they are taken to lie behind each other in memory."""
 
@@ -169,7 +173,7 @@ class ValuesWalkByTheirOwnWidth(Tiled):
         return k, v
 
 
-@bug("FlagGems #5235", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod", "output-written")
+@bug("FlagGems #5235", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-rising_logits-b3prod", "output-written")
 class CombinedRowsAtHeadSize(Tiled):
     """Rows of a tile are written one head size apart, where the output has a stride: later tokens land elsewhere."""
 
@@ -187,7 +191,7 @@ class CombinedRowsAtHeadSize(Tiled):
         return done[:-1].view(t, h, d)
 
 
-@bug("vLLM #40859, vLLM #40766", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-reversed-gauss-b5prod")
+@bug("vLLM #40859, vLLM #40766", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-chunks3-reversed-gauss-b7nan")
 class SingleTokensExpectedFirst(Tiled):
     """Rows of requests with one token are expected in front of the others in a mixed batch."""
 
@@ -231,7 +235,11 @@ class StridesFromShapesAtHeadDim256(Tiled):
         return q.as_strided(q.shape, (heads * dim, dim, 1)) if dim == 256 else q
 
 
-@bug("sglang #20389", "extend-gqa2x2-d64-bf16-p1-k3x45.1x43.9x44-n2a1x66.2x66-interleaved-gauss-b132prod")
+@bug(
+    "sglang #20389",
+    "extend-gqa2x2-d64-bf16-p16-"
+    "k106.107.108.109.110.111.112.113.114.115.116.117.118.119.120.121.122.123.124.125.126.127.128.1.2.3.4.5.6.7.8.9.10.11.12.13.14.15.16.17.18.19.20.21.22.23-n2a2x46-shuffled-gauss-b48prod",
+)
 class RowOffsetOverflows(Tiled):
     """Row times stride overflows. 32 bits there, 16 bits here, as such a batch is too large for a test."""
 
@@ -240,7 +248,11 @@ class RowOffsetOverflows(Tiled):
         return q[offset // max(q.stride(0), 1)]
 
 
-@bug("flashinfer #16", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "writes-own-kv")
+@bug(
+    "flashinfer #16",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "writes-own-kv",
+)
 class AppendedByNumberOfQueryHeads(Tiled):
     """The cache append reads new keys and values with the number of query heads."""
 
@@ -266,7 +278,11 @@ class SecondHalfOfPagesIgnored(Tiled):
         return super().weigh(p, v)
 
 
-@bug("vllm-ascend #11791", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "writes-own-kv")
+@bug(
+    "vllm-ascend #11791",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "writes-own-kv",
+)
 class LayerThatSharesKVWrites(Tiled):
     """The write is not left out where a layer shares the KV of another."""
 
@@ -290,7 +306,7 @@ class Fp8LatentWrittenUnscaled(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, v_scale=1.0)))
 
 
-@bug("llama.cpp #7903", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod")
+@bug("llama.cpp #7903", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-rising_logits-b3prod")
 class SurplusRowsOfATileWritten(Tiled):
     """Rows are padded to tiles of 4 or 8 and their bounds are not checked: surplus ones are written over the next."""
 

@@ -13,7 +13,7 @@ TWICE = 0.6931471805599453
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 
 
-@bug("mistral.rs #2094", "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w11-b7prod")
+@bug("mistral.rs #2094", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-interleaved-gauss-w11-b7prod")
 class WindowMissingInDecode(Tiled):
     """The paged decode kernel is called without the window; prefill has it."""
 
@@ -63,7 +63,7 @@ class CachedMaskOneRowShort(Tiled):
         return pad(seen, (0, max(0, len(index) - seen.shape[1])))[:, : len(index)]
 
 
-@bug("sglang #27738", "draft-extend-gqa2x2-d64-bf16-p1-k7.8.9-n6a6x3-shuffled-one_hot-b4prod")
+@bug("sglang #27738", "draft-extend-gqa2x2-d64-bf16-p1-k7x2-n4a4x2-shuffled-peaked-b5prod")
 class AcceptedCountedTwice(Tiled):
     """The KV indices hold the accepted tokens, and the kernel attends them from k and v as well."""
 
@@ -73,7 +73,7 @@ class AcceptedCountedTwice(Tiled):
         return (index >= (rows.position - rows.place)[:, None]).float() * TWICE
 
 
-@bug("pytorch #160861", "extend-gqa2x2-d64-bf16-p16-k7x2-n18a35.1-contiguous-peaked-b2prod", "reads-own-kv")
+@bug("pytorch #160861", "extend-gqa2x2-d64-bf16-p16-k15.16.17-n1a1x3-shuffled-one_hot-b3prod", "reads-own-kv")
 class LastPageSeenWhole(Tiled):
     """The paged block mask has no upper bound at the length: the last page is attended whole."""
 
@@ -84,7 +84,7 @@ class LastPageSeenWhole(Tiled):
         return index < ((rows.kv_lens + size - 1) // size * size)[:, None]
 
 
-@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-shuffled-gauss-w11-b2prod")
+@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k15.16.17-chain7-contiguous-gauss-w11-b3prod")
 class WindowMovedTwiceByTheRow(Tiled):
     """The start of the window is moved by the row's index a second time."""
 
@@ -95,7 +95,7 @@ class WindowMovedTwiceByTheRow(Tiled):
         return super().window_start(rows) + moved
 
 
-@bug("vllm-gaudi #393", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
+@bug("vllm-gaudi #393", "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod")
 class PrefixOneTooLong(TwoParts):
     """A prefix that ends inside a page is attended with a token more, which counts twice."""
 
@@ -106,7 +106,11 @@ class PrefixOneTooLong(TwoParts):
         return ((index == prefix) & (prefix % rows.plan.page_size > 0)).float() * TWICE
 
 
-@bug("xformers #1185", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "steps-independent")
+@bug(
+    "xformers #1185",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "steps-independent",
+)
 class CausalLostInCopyOfMask(Tiled):
     """The copy of a mask that is kept for the next step of its shape is no longer causal."""
 
@@ -127,7 +131,7 @@ class CausalLostInCopyOfMask(Tiled):
         return super().visible(index, rows) if self.causal else index < rows.kv_lens[:, None]
 
 
-@bug("sglang #40214", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-shifted-b3prod")
+@bug("sglang #40214", "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-chain7-reversed-rising_logits-b3prod")
 class VerifyLengthIsPrefix(Tiled):
     """Verify takes the length of the prefix for the whole: rows of the draft are not attended."""
 
@@ -140,7 +144,7 @@ class VerifyLengthIsPrefix(Tiled):
         return seen & (index < (rows.position - rows.place)[:, None])
 
 
-@bug("vllm-xpu-kernels #168", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-contiguous-shifted-w46-b5prod")
+@bug("vllm-xpu-kernels #168", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-contiguous-shifted-w11-b5prod")
 class WindowBlocksCountedFromItsLength(Tiled):
     """Blocks are counted from the window's length, not where it begins: the last one is dropped if it straddles."""
 
@@ -156,7 +160,9 @@ class WindowBlocksCountedFromItsLength(Tiled):
         return seen & (index < ((first + blocks) * 16)[:, None])
 
 
-@bug("vLLM #41162", "draft-decode-gqa2x2-d64-bf16-p16-k7x2-topk2steps3-shuffled-gauss-w11-b2prod", execution="graph")
+@bug(
+    "vLLM #41162", "draft-decode-gqa2x2-d64-bf16-p16-k7x2-topk2steps3-contiguous-negative-w11-b2prod", execution="graph"
+)
 class WindowOfTheFirstDraftStep(Tiled):
     """Where the window begins is not computed again between forwards of a draft."""
 
@@ -179,7 +185,7 @@ class KeysCutToAsManyAsRows(WithoutCausalMask):
         return index < rows.new[:, None]
 
 
-@bug("jax #24491", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
+@bug("jax #24491", "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod")
 class CausalMaskAlignedTopLeft(Tiled):
     """The causal mask begins at key 0 where there are more keys than rows."""
 
@@ -189,7 +195,11 @@ class CausalMaskAlignedTopLeft(Tiled):
         return index <= rows.place[:, None]
 
 
-@bug("vLLM #28670", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "output-written")
+@bug(
+    "vLLM #28670",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "output-written",
+)
 class ShortestExtendSkipped(Tiled):
     """Requests of no more rows than a least number are skipped, and the least of the batch is passed."""
 

@@ -11,7 +11,7 @@ EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 NEGATIVE = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b6small"
 
 
-@bug("llama.cpp #29034", "decode-gqa2x2-d64-bf16-p1-k13-contiguous-rising_logits-cap1.5-b4stale")
+@bug("llama.cpp #29034", "decode-gqa2x2-d64-bf16-p1-k0.1.8-contiguous-mean-cap1.5-b6stale")
 class SoftCapBehindTheTail(Tiled):
     """The tail of the last tile is minus infinity before the soft cap: each of its keys weighs exp(-cap) in decode."""
 
@@ -29,7 +29,7 @@ class SoftCapBehindTheTail(Tiled):
         return parts._replace(weight=parts.weight + extra * here[:, None])
 
 
-@bug("tpu-inference #1954", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale", execution="graph")
+@bug("tpu-inference #1954", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b6small", execution="graph")
 class AccumulatorClearedAtBlockZero(Tiled):
     """The accumulator is cleared at block 0; a window begins at another, and goes on from the request before."""
 
@@ -47,7 +47,7 @@ class AccumulatorClearedAtBlockZero(Tiled):
         return super().merge(parts.and_also(peak, weight, acc), rows)
 
 
-@bug("cutlass #2274, sglang #6101", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b3prod", "finite")
+@bug("cutlass #2274, sglang #6101", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b4nan", "finite")
 class SplitsCombinedWithoutMaximum(Tiled):
     """Splits are combined by exp(lse), the maximum not taken off: right for small logits alone."""
 
@@ -84,7 +84,7 @@ class SinkTwiceBehindAnEmptySplit(Tiled):
         return super().merge(parts.and_also(peak[..., None], empty[..., None].float()), rows)
 
 
-@bug("executorch #22133", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b3prod", "finite")
+@bug("executorch #22133", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b4nan", "finite")
 class FixedPhi(Tiled):
     """Weights are exp(logit - phi) of one fixed phi: large logits overflow, small ones are all zero."""
 
@@ -112,7 +112,7 @@ class SinkByRowModuloHeads(Tiled):
         return rows.layer.sinks.float()[(flat * rows.plan.max_q_len + rows.place[:, None]) % heads]
 
 
-@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k15.16.17-chain7-interleaved-one_hot-sink-b6small")
+@bug("TensorRT-LLM #15739", "target-verify-gqa2x2-d64-bf16-p16-k0.1.16-chain7-contiguous-one_hot-sink-b6prod")
 class SinkForTheFirstRowAlone(Tiled):
     """Rows are flattened as (token, head) and sinks reach the first group: later rows of a verify have none."""
 
@@ -122,7 +122,7 @@ class SinkForTheFirstRowAlone(Tiled):
         return super().sink_of(rows).masked_fill(rows.place[:, None] > 0, -torch.inf)
 
 
-@bug("tt-metal #38004", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b7prod")
+@bug("tt-metal #38004", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shared-gauss-b7prod")
 class PagesPaddedToTiles(Tiled):
     """Pages of fewer than 32 slots are padded with keys of zeros, and each weighs exp(0)."""
 
@@ -159,7 +159,7 @@ class SumOfValuesInFp16(Tiled):
         return super().weigh(p, v).half().float()
 
 
-@bug("vLLM #22003", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
+@bug("vLLM #22003", "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod")
 class LseViewReadAsContiguous(TwoParts):
     """The merge reads a transposed view of the log-sum-exp as if it were contiguous."""
 
@@ -171,7 +171,7 @@ class LseViewReadAsContiguous(TwoParts):
 @bug(
     "local-inference vllm #17",
     "extend-gqa2x2-d64-bf16-p1-k70-n2a2-contiguous-gauss-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-chunks3-contiguous-mean-b6nan",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-contiguous-mean-b8stale",
 )
 class NewRowsReadByStrideOfThePrefix(TwoParts):
     """The merge reads both parts by the stride of the prefix's, another one once there are two chunks of it."""
@@ -191,7 +191,7 @@ class NewRowsReadByStrideOfThePrefix(TwoParts):
         return super().merge_two(old, (wide.flatten()[: t * h * d].view(t, h, d), new[1]))
 
 
-@bug("TensorRT-LLM #19112", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
+@bug("TensorRT-LLM #19112", "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod")
 class MaximumOfTheDefaultScale(TwoParts):
     """The maximum that is handed on is of 1 / sqrt(d), the softmax of the layer's scale: parts merge wrongly."""
 
@@ -203,7 +203,7 @@ class MaximumOfTheDefaultScale(TwoParts):
 
 @bug(
     "TensorRT-LLM #19220",
-    "target-verify-gqa2x2-d64-bf16-p16-k29.125.61.13.63-chain7-reversed-rising_logits-w4-sink-b5prod",
+    "target-verify-gqa2x2-d64-bf16-p1-k41.73.137-chain4-shuffled-gauss-w11-sink-b3prod",
     "finite",
 )
 class SinkInASplitWithoutAKey(Tiled):

@@ -10,7 +10,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "aprender #2030",
-    "decode-gqa2x2-d64-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod",
+    "decode-gqa2x2-d64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
     "replay-follows-batch",
     execution="graph",
 )

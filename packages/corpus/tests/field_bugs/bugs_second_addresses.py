@@ -8,7 +8,7 @@ from plain_backends import Planned, Tiled, declared
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
-@bug("pegainfer #291", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b3prod", "reads-own-kv")
+@bug("pegainfer #291", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b4nan", "reads-own-kv")
 class PageTooManyAtABoundary(Tiled):
     """The page list has a page too many when the keys fill the last one, and the length is counted from pages."""
 
@@ -21,7 +21,11 @@ class PageTooManyAtABoundary(Tiled):
         return index < (rows.kv_lens + size * (rows.kv_lens % size == 0))[:, None]
 
 
-@bug("tt-metal #56324", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "writes-own-kv")
+@bug(
+    "tt-metal #56324",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "writes-own-kv",
+)
 class PadTailStored(Tiled):
     """A prompt is padded to 32 rows, 1024 there, and rows of padding are stored by what stands behind in the table."""
 
@@ -39,7 +43,11 @@ class PadTailStored(Tiled):
         self.context.group_of(plan.layer).kv_pool.set_kv_buffer(plan.layer, slots, rows, rows)
 
 
-@bug("ssd #23, accel #10", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "reads-own-kv")
+@bug(
+    "ssd #23, accel #10",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "reads-own-kv",
+)
 class PrefixReadAsContiguous(Tiled):
     """With a cached prefix in the batch the block table is not passed: keys are read one behind the other."""
 
@@ -53,7 +61,7 @@ class PrefixReadAsContiguous(Tiled):
         return torch.where(plan.prefix_lens.sum() > 0, packed, right)
 
 
-@bug("aiter #1840", "decode-gqa2x2-d64-bf16-p64-k7x2-contiguous-rising_logits-b5prod", execution="graph")
+@bug("aiter #1840", "decode-gqa2x2-d64-bf16-p64-k7x2-contiguous-gauss-b2prod", execution="graph")
 class OffsetOfTileInPageMissing(Tiled):
     """A page of 64 is four tiles of 16 (1024 and 256 there), and the tile's offset in its page is not added."""
 
@@ -66,7 +74,10 @@ class OffsetOfTileInPageMissing(Tiled):
         return (plan.page_table.long()[:, :, None] * size + offset).flatten(1)
 
 
-@bug("flash-attention-v100 #41", "extend-gqa2x2-d64-bf16-p64-k3.133.33.17-n33a64.1.65.1-reversed-gauss-b5prod")
+@bug(
+    "flash-attention-v100 #41",
+    "extend-gqa2x2-d64-bf16-p64-k32.128.64.16.63-n26a17.64.33.15.1-reversed-rising_logits-b5prod",
+)
 class TileStraddlesPages(Tiled):
     """A tile of 40 keys (160 there) takes what lies behind its first key's page, of 64 (256 there)."""
 
@@ -81,7 +92,7 @@ class TileStraddlesPages(Tiled):
 
 @bug(
     "pytorch #186434",
-    "extend-gqa2x2-d64-bf16-p1-k7x2-n6a1.11-contiguous-gauss-b2prod",
+    "extend-gqa2x2-d64-bf16-p1-k7x2-n6a1.11-shared-gauss-b2prod",
     "output-written",
     execution="graph",
 )
@@ -104,7 +115,7 @@ class GroupsSwappedWithOldStrides(Tiled):
         return done
 
 
-@bug("flashinfer #2750", "decode-mla16-d512r64-bf16-p16-k7x2-reversed-gauss-b3prod")
+@bug("flashinfer #2750", "decode-mla16-d512r64-bf16-p16-k7x2-shuffled-one_hot-b3prod")
 class StrideOf128Heads(Tiled):
     """The kernel has 128 heads built in: queries of request b are read 128 heads behind those of the one before."""
 
@@ -135,7 +146,7 @@ class DraftTableOfLogicalPages(Tiled):
         return table[:, column] * half + index % half
 
 
-@bug("vLLM #16209", "decode-gqa2x2-d64-bf16-p16-k0.1.16-shared-shifted-w4000-b4prod", "completes")
+@bug("vLLM #16209", "decode-gqa2x2-d64-bf16-p16-k21-interleaved-rising_logits-w4000-b4nan", "completes")
 class WindowPagesRunOffTheTable(Tiled):
     """Pages of a window are gathered from its first one on, as many as it may have; nothing clips them."""
 
@@ -153,7 +164,7 @@ class WindowPagesRunOffTheTable(Tiled):
 
 @bug(
     "TensorRT-LLM #17643",
-    "decode-gqa2x2-d64-bf16-p16-k3.37.9.17-contiguous-gauss-layers2from5-b4prod-empty_batches",
+    "decode-gqa2x2-d64-bf16-p16-k3.37.9.17-contiguous-one_hot-layers2from5-b4prod-empty_batches-overlap_scheduling",
     "completes",
 )
 class LayerZeroNamesThePool(Tiled):
@@ -190,7 +201,7 @@ class PromptRowsFromTheStart(Tiled):
     "extend-gqa2x2-d64-bf16-p1-k3.70-n2a1.3-contiguous-gauss-layers1from0-b2prod",
     "output-written",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-chunks3-contiguous-mean-b6nan",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-contiguous-mean-b8stale",
 )
 class SplitReduceForgetsItsOffset(Tiled):
     """Where prompts split their keys the reduction writes their rows from row 0 on, not behind those that decode."""
@@ -257,7 +268,7 @@ class MoreTilesThanRows(Planned):
         return done
 
 
-@bug("flashinfer #3800", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-shuffled-gauss-b2prod")
+@bug("flashinfer #3800", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-shuffled-peaked-b3nan")
 class BatchStrideOfOneToken(Tiled):
     """Rows of request b begin at row b: the batch's stride is that of one row."""
 
@@ -289,7 +300,7 @@ class RowBufferOneShort(Tiled):
 
 @bug(
     "vLLM #45844",
-    "extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a7.8.2-chunks3-interleaved-rising_logits-b3prod",
+    "extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a9.7.1-chunks3-reversed-rising_logits-b3prod",
     "finite",
     execution="graph",
 )
@@ -326,7 +337,7 @@ class ScratchOfOutputWidth(Tiled):
 @bug(
     "vLLM #50194",
     "extend-gqa2x2-d64-bf16-p1-k1-n20a20-contiguous-gauss-kvfp8e4m3-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p16-k0.1.16-n45a3.131.1-chunks3-interleaved-peaked-kvfp8e4m3-b3prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k15.16.17-n7a19.1x2-chunks3-interleaved-negative-kvfp8e4m3-b3prod",
 )
 class Fp8TilesBeyondScratch(Tiled):
     """With an FP8 pool a tile has 32 rows, and its scratch has room for 16."""

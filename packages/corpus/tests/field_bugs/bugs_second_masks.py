@@ -58,9 +58,7 @@ class BareChainSeesAll(Tiled):
         return index < rows.kv_lens[:, None] if self.bare else super().visible(index, rows)
 
 
-@bug(
-    "openvino #38034", "decode-gqa2x2-d64-bf16-p16-k37.3.0.16.9.33.1.17.5-shuffled-one_hot-w4-b10nan", execution="graph"
-)
+@bug("openvino #38034", "decode-gqa2x2-d64-bf16-p1-k3.21.5.17-interleaved-one_hot-w4-b5nan", execution="graph")
 class PartitionsOfTheLongest(Tiled):
     """How many blocks of 16 a window has is counted for the longest request, and taken for all."""
 
@@ -91,7 +89,7 @@ class TailCountedWithoutCausal(WithoutCausalMask):
         return super().merge(parts.and_also(peak, tail.float()[:, None, None].expand(shape)), rows)
 
 
-@bug("sglang #22020", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod")
+@bug("sglang #22020", "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod")
 class ThisChunkAlone(Tiled):
     """An extend attends its own rows alone, and no prefix."""
 
@@ -117,7 +115,11 @@ class GlobalLengthsOnARank(WithKVSplits):
         return torch.ones_like(key, dtype=torch.bool)
 
 
-@bug("vLLM #48003", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "inputs-unchanged")
+@bug(
+    "vLLM #48003",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "inputs-unchanged",
+)
 class HostLengthsChangedInPlace(Tiled):
     """The plan of an extend takes the new rows off the server's own list of lengths."""
 
@@ -130,7 +132,7 @@ class HostLengthsChangedInPlace(Tiled):
             lens[: batch.batch_size] -= torch.tensor(list(batch.extend_seq_lens_cpu)[: batch.batch_size])
 
 
-@bug("aiter #2720", "target-verify-mla16-d512r64-bf16-p16-k7x2-chain7-shuffled-mean-b5prod")
+@bug("aiter #2720", "target-verify-mla16-d512r64-bf16-p1-k0.1.8-chain7-shuffled-rising_logits-b4stale")
 class SameRowForOddWidths(Tiled):
     """Rows of a request have one output where their number is no power of two."""
 
@@ -143,7 +145,7 @@ class SameRowForOddWidths(Tiled):
         return out[torch.arange(len(out), device=out.device) - rows.place]
 
 
-@bug("rMLX #32", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-reversed-mean-w0-b3stale", "completes")
+@bug("rMLX #32", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain4-shuffled-negative-w0-b3prod", "completes")
 class MaskOneKeyLonger(Tiled):
     """The mask of a window has a key more than there are, once the window is shorter than the context."""
 

@@ -67,7 +67,8 @@ class StatsBeyondWorkspace(WithLse):
     "ATOM #2211",
     "decode-gqa16x2-d64-bf16-p16-k10.250.266-interleaved-gauss-kvfp8e4m3-layers1from0-b3prod",
     "finite",
-    of_a_tier="decode-gqa16x2-d64-bf16-p16-k10.26.42.58.74.90.106.122.138.154.170.186.202.218.234.250.266.15.31.63.127.255-shared-gauss-kvfp8e4m3-layers1from0-b22prod",
+    of_a_tier="decode-gqa16x2-d64-bf16-p16-"
+    "k10.26.42.58.74.90.106.122.138.154.170.186.202.218.234.250.266.15.31.63.127.255-shared-gauss-kvfp8e4m3-layers1from0-b22prod",
 )
 class NaNAtSixteenPages(Tiled):
     """FP8 and groups of 16: 0 / 0 where a request has 16 pages, the last one not full."""
@@ -80,7 +81,7 @@ class NaNAtSixteenPages(Tiled):
         return out.masked_fill(hit[:, None, None], torch.nan)
 
 
-@bug("sglang #23498", "extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a7.8.2-chunks3-interleaved-rising_logits-b3prod", "completes")
+@bug("sglang #23498", "extend-gqa2x2-d64-bf16-p1-k13-n17a17-chunks3-shuffled-gauss-b1prod", "completes")
 class ViewOfStridedRows(Tiled):
     """The cache writer flattens rows by ``view``."""
 

@@ -40,7 +40,7 @@ class MoreSplitsThanLanes(Tiled):
         return super().merge(parts._replace(peak=parts.peak.masked_fill(late, -torch.inf)), rows)
 
 
-@bug("rocm-libraries #11189", "decode-gqa2x2-d64-bf16-p16-k7x2-shared-one_hot-kvfp8e4m3-sink-b2prod")
+@bug("rocm-libraries #11189", "decode-gqa2x2-d64-bf16-p16-k7x2-contiguous-shifted-kvfp8e4m3-sink-b2prod")
 class SinkNotShifted(Tiled):
     """Probabilities of FP8 are 2^8 times as large in the sum, and the sink is not."""
 
@@ -50,7 +50,7 @@ class SinkNotShifted(Tiled):
         return super().sink_of(rows) - 8 * 0.6931471805599453
 
 
-@bug("atlas #341", "decode-gqa2x2-d64-bf16-p16-k7x2-shared-one_hot-sink-b2prod")
+@bug("atlas #341", "decode-gqa2x2-d64-bf16-p16-k7x2-contiguous-shifted-sink-b2prod")
 class SinksReadAsBf16(Tiled):
     """The sinks of float32 are read as if they were bfloat16."""
 
@@ -61,7 +61,10 @@ class SinksReadAsBf16(Tiled):
         return sinks.view(torch.bfloat16)[: len(sinks)].float()[None].expand(len(rows.request), -1)
 
 
-@bug("openvino #37377", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-kvfp8e4m3-b2prod")
+@bug(
+    "openvino #37377",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-kvfp8e4m3-b24prod",
+)
 class BoundaryTileFromTheCache(RowsAsGiven):
     """The tile of 16 keys in which the prefix ends is read from the pool as a whole."""
 
@@ -109,7 +112,7 @@ class DescaleDroppedForFp8Queries(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, k_scale=1.0, v_scale=1.0)))
 
 
-@bug("vllm-plugin-FL #400", "extend-gqa2x2-d64-bf16-p16-k7x2-n18a35.1-contiguous-peaked-b2prod")
+@bug("vllm-plugin-FL #400", "extend-gqa2x2-d64-bf16-p16-k15.16.17-n1a1x3-shuffled-one_hot-b3prod")
 class DecodeScaledLikePrefill(Tiled):
     """Decode gives its scale to a kernel that divides by sqrt(head_dim) itself."""
 
@@ -143,7 +146,7 @@ class LseOfTheFirstKVHead(Tiled):
 @bug(
     "local-inference vllm #468",
     "extend-gqa2x2-d192-bf16-p1-k130-n3a3-contiguous-mean-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d192-bf16-p16-k600.70.12-n2a2.3.1-shared-negative-b3prod",
+    of_a_tier="extend-gqa2x2-d192-bf16-p16-k600.70.12-n2a2.3.1-shared-peaked-b4stale-overlap_scheduling",
 )
 class AliasedLse(InChunks):
     """The merged log-sum-exp is stored over the running one, which a head's lanes in the next block still read."""

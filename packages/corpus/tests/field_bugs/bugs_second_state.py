@@ -60,7 +60,7 @@ class PlanKeptByClampedLengths(Tiled):
         return rows.position - self.counts[: len(rows.position)] + 1
 
 
-@bug("sglang #25556", "extend-mla16-d512r64-bf16-p16-k7x2-n16a15.16-chunks3-reversed-gauss-b2prod")
+@bug("sglang #25556", "extend-mla16-d512r64-bf16-p16-k7x2-n16a15.16-shared-shifted-b2prod")
 class LengthsInPages(Tiled):
     """Slots are listed by token, and how many there are is counted in pages in an extend."""
 

@@ -47,7 +47,8 @@ class OfTwoModes(SplitKV):
     "vllm #33759",
     "extend-gqa2x2-d64-bf16-p16-k9-n3a3-shuffled-shifted-kvhnd-w7same-layers1from0-b1stale",
     "reads-own-kv",
-    of_a_tier="extend-mha2-d128-bf16-p4-k7.8.9-n1a1x3-chunks3-shared-negative-kvfp8e4m3-kvhnd-w0-cap1.5-sink-layers3from5varied-b6stale-overlap_scheduling",
+    of_a_tier="extend-mha2-d128-bf16-p64-k7x2-n66a131.1-chunks3-contiguous-peaked-"
+    "kvfp8e4m3-kvhnd-w0-sink-b2prod-overlap_scheduling",
 )
 class GatherAssumesNhd(OfTwoModes):
     """A windowed extend gathers its keys as if the pool had the usual layout."""
@@ -60,7 +61,8 @@ class GatherAssumesNhd(OfTwoModes):
 
 @bug(
     "vllm-ascend #6558",
-    "decode-mha2-d64-bf16-p1-k13-interleaved-one_hot-w4000-cap1.5-sink-layers2from5groups-b4small-empty_batches-given_out",
+    "decode-mqa4-d64-bf16-p1-k7x2.8x119.608.8x8-interleaved-rising_logits-kvhnd-"
+    "w46-cap1.5-layers2from5groups-b130prod-given_out",
     "output-written",
 )
 class WindowOutNotStored(OfTwoModes):

@@ -62,7 +62,8 @@ class Native(TorchNativeBackend):
 # vllm #48167: attention that is not causal runs in a prefill wrapper which was not made for graphs.
 @bug(
     "vllm #48167",
-    "target-verify-gqa2x2-d64-bf16-p16-k600.70.12-chain7-interleaved-one_hot-b3prod-noncausal-overlap_scheduling",
+    "target-verify-gqa2x2-d64-bf16-p16-k7x2.8x29.608.8x8-chain7-reversed-"
+    "negative-layers1from0-b41prod-empty_batches-noncausal-overlap_scheduling",
     "replay-follows-batch",
     execution="graph",
 )
@@ -99,7 +100,9 @@ class PlanOfCapture(Native):
 
 
 # imp #1345: the FP8 decode kernel takes no pointer to sinks.
-@bug("imp #1345", "decode-gqa4x2-d128-bf16-p64-k133.3.0.64.9.33.1.17.5-shuffled-one_hot-kvfp8e4m3-sink-b12small")
+@bug(
+    "imp #1345", "decode-gqa4x2-d128-bf16-p64-k133.3.0.64.9.33.1.17.5-shared-rising_logits-kvfp8e4m3-w4000-sink-b12nan"
+)
 class NoSinksInFp8(Native):
     """A decode over an FP8 pool leaves the sinks out."""
 
@@ -131,7 +134,7 @@ class NoScalesInDecode(Native):
 # InfiniLM #526: lengths of keys are host parameters of the captured kernel.
 @bug(
     "InfiniLM #526",
-    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan",
+    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -187,7 +190,7 @@ class HostLengths(Native):
 
 
 # sglang #31739: the draft is added to the host's lengths in place, and once more for the kernel.
-@bug("sglang #31739", "target-verify-gqa2x2-d128-bf16-p1-k7x2-chain7-shuffled-gauss-b2prod", "reads-own-kv")
+@bug("sglang #31739", "target-verify-gqa2x2-d128-bf16-p16-k0.1.16-chain7-shuffled-peaked-b3prod", "reads-own-kv")
 class DraftCountedTwice(HostLengths):
     """Keys of a verify are prefix + 2 N, of which the last N are not written, and row j is the j-th from the end."""
 
@@ -216,7 +219,7 @@ class BlocksOfTwoWidths(Native):
 # sglang-jax #1606: new rows are stored while the last block of queries is attended, from its window on.
 @bug(
     "sglang-jax #1606",
-    "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n10a35.1.2.1-shuffled-rising_logits-w11-b5stale",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-reversed-peaked-w11-b8nan",
     "writes-own-kv",
 )
 class StoresFromLastWindow(Native):
@@ -255,7 +258,7 @@ class StoresFromLastWindow(Native):
 # tpu-inference #3167: query heads are packed in pairs for each KV head, and sinks are padded as one list.
 @bug(
     "tpu-inference #3167",
-    "decode-mha2-d64-bf16-p1-k1.2.5.9.14.2.30-contiguous-shifted-w0-sink-b7prod",
+    "decode-mha2-d128-bf16-p1-k13-interleaved-gauss-w0-sink-b4prod",
     execution="graph",
 )
 class SinksPaddedAtTheEnd(Native):
@@ -305,7 +308,11 @@ class BoundsOfAllRanks(Native):
 
 
 # sglang #35208: the plan of a verify has no window, only a first key for each request.
-@bug("sglang #35208", "target-verify-gqa4x2-d128-bf16-p16-k600.70.12-chain7-shuffled-mean-w11-b3prod")
+@bug(
+    "sglang #35208",
+    "target-verify-gqa2x2-d64-bf16-p16-k15.16.17.16x13.17x12.18x3.618.18x8-"
+    "chain7-shuffled-rising_logits-w11-layers1from0-b41nan",
+)
 class WindowAnchoredAtFirstRow(Native):
     """All rows of a draft block begin at the window of the block's first row."""
 
@@ -344,7 +351,7 @@ class MetadataOfUnfolded(Native):
 
 
 # vllm #45227: metadata of a verify are sized for one row per request.
-@bug("vllm #45227", "target-verify-mla16-d512r64-bf16-p64-k3.133.33.17-chain7-shuffled-shifted-b7nan")
+@bug("vllm #45227", "target-verify-mla16-d512r64-bf16-p64-k3.133.33.17-chain7-interleaved-rising_logits-b5prod")
 class OneRowPerRequest(Native):
     """Rows of a verify have no causal bounds of their own: each sees all keys of its request."""
 
@@ -358,7 +365,7 @@ class OneRowPerRequest(Native):
 
 
 # aiter #5679: a verify of 8 rows and 16 heads is folded onto a kernel of 4 rows. The mechanism is a guess.
-@bug("aiter #5679", "target-verify-mla16-d512r64-bf16-p64-k133.3.0.64.9.33.1.17.5-chain7-interleaved-one_hot-b12prod")
+@bug("aiter #5679", "target-verify-mla16-d512r64-bf16-p64-k133.3.0.64.9.33.1.17.5-chain7-interleaved-mean-b12prod")
 class SecondFoldOfFour(Native):
     """Rows behind the fourth have the bounds of the rows four before them."""
 
@@ -410,7 +417,7 @@ class FinitePadding(Known):
 # vllm-plugin-FL #368: rows of the output behind num_actual_tokens are never written.
 @bug(
     "vllm-plugin-FL #368",
-    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b4nan",
+    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod",
     "padding-finite",
     execution="graph",
 )
@@ -424,7 +431,7 @@ class PaddingUnwritten(FinitePadding):
 # sglang #36915: the eager path of a draft-extend does not compute its offsets.
 @bug(
     "sglang #36915",
-    "draft-extend-v2-gqa4x2-d128-bf16-p16-k37.3.0.16.9.33.1.17.5-n4a1x9-shuffled-gauss-b10nan",
+    "draft-extend-v2-gqa4x2-d128-bf16-p16-k3.37.9.17-n4a1x4-interleaved-gauss-b5nan",
     "finite",
 )
 class OffsetsOfLastPrefill(Known):
@@ -456,7 +463,7 @@ class OffsetsOfLastPrefill(Known):
 
 
 # tokenspeed #578: a decode clamps its keys to WINDOW_LEFT, which does not count the row's own.
-@bug("tokenspeed #578", "decode-gqa2x2-d64-bf16-p16-k37.3.0.16.9.33.1.17.5-shuffled-mean-w0-b10stale")
+@bug("tokenspeed #578", "decode-gqa2x2-d64-bf16-p16-k70.33.1-shuffled-gauss-w40-sink-b3prod")
 class OneKeyTooFew(Known):
     """A decode sees W keys of its window, which has W + 1."""
 
@@ -518,7 +525,7 @@ class Crossing(Native):
 # sglang #36298: the encoder's page table stays one of slots.
 @bug(
     "sglang #36298",
-    "decode-gqa4x2-d128-bf16-p64-k63.64.65-shuffled-rising_logits-cross133-layers2from5-b3prod",
+    "decode-gqa4x2-d128-bf16-p64-k63.64.65-shuffled-negative-cross133-b6prod",
     "reads-own-kv",
 )
 class SlotsAsEncoderPages(Crossing):
@@ -548,7 +555,7 @@ class Two(Known, TwoParts):
 
 
 # sglang #27738: the list of the prefix is made with seq_lens, which count the accepted tokens.
-@bug("sglang #27738", "draft-extend-gqa4x2-d128-bf16-p64-k7x2-n6a6x2-interleaved-gauss-b5stale")
+@bug("sglang #27738", "draft-extend-gqa4x2-d128-bf16-p1-k7.8.9-n4a1x3-interleaved-mean-b6nan")
 class AcceptedInPrefix(Two):
     """An eager draft-extend sees all its rows as prefix, and those up to its own once more."""
 

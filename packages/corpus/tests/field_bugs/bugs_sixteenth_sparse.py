@@ -130,7 +130,7 @@ class PairsOfOddTopk(Indexed):
 # always late: it is done when the next plan is made.
 @bug(
     "vllm #47404",
-    "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16empty-b3prod",
+    "decode-mqa4-d128-bf16-p16-k15.16.17-shared-negative-sel16empty-b4prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -212,7 +212,7 @@ class OffsetsOfPrefill(Given):
 # sglang #38232: as many candidates as the next power of two are kept, sorted by index, and then cut to topk.
 @bug(
     "sglang #38232",
-    "decode-mla16-d64r64-bf16-p64-k3.133.33.17-shuffled-one_hot-sel24-idx4gauss-b4prod",
+    "decode-mla16-d128r64-bf16-p64-k3.133.33.17-shared-gauss-sel24-idx4-b5small",
     "selects-best",
 )
 class SortedThenCut(Indexed):
@@ -241,7 +241,8 @@ class BinOf16384(Indexed):
 
 # ik_llama.cpp #2095: a layer without an index cache is not sparse.
 @bug(
-    "ik_llama.cpp #2095", "draft-extend-mla16-d64r64-bf16-p64-k600.70.12-n4a4x3-shared-negative-sel64-idx4reuse-b4prod"
+    "ik_llama.cpp #2095",
+    "draft-extend-mla16-d64r64-bf16-p64-k600.70.12-n2a2x3-interleaved-negative-sel1-idx4reuse-b4prod-empty_batches",
 )
 class DenseWithoutIndexKeys(Indexed):
     """A layer that reuses a selection attends to all keys."""
@@ -257,7 +258,8 @@ class DenseWithoutIndexKeys(Indexed):
 # ik_llama.cpp #2069: with more than 8 rows the scores of the heads are added to the causal mask itself.
 @bug(
     "ik_llama.cpp #2069",
-    "target-verify-mqa4-d64-bf16-p16-k3.37.9.17-chain2-shared-shifted-sel16-idx4gauss-b4prod",
+    "target-verify-mqa4-d64-bf16-p16-"
+    "k1.2.5.9.14.2.30.2x18.3x18.6x17.10x18.15x17.3x18.31x8.631.31x8-chain4-shared-peaked-sel16-idx4reuse-b131small",
 )
 class MaskAsAccumulator(Indexed):
     """Index scores of more than 8 rows stay in the mask, which attention and later layers add."""
@@ -297,7 +299,7 @@ class MaskAsAccumulator(Indexed):
 # DeepGEMM #392: on SM120 a launch leaves about 5% of the scores of a prefill at 0, each launch others.
 @bug(
     "DeepGEMM #392",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
+    "extend-mqa4-d64-bf16-p16-k3.37.9.17-n6a1x3.19-reversed-mean-sel16-idx4-b4prod",
     "selects-best",
 )
 class RacingScores(Indexed):
@@ -347,7 +349,7 @@ class NoLengthAtAll(Indexed):
 # sglang #29798: eager drafts ask for lengths on the host, which the class says not to need.
 @bug(
     "sglang #29798",
-    "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n4a4x3-interleaved-rising_logits-sel1holes-b4small",
+    "draft-extend-mqa4-d128-bf16-p16-k15.16.17-n4a4x3-shared-peaked-sel16empty-b4stale",
     "completes",
 )
 class AsksForHostLengths(Indexed):
@@ -363,7 +365,7 @@ class AsksForHostLengths(Indexed):
 # slot mappings.
 @bug(
     "TensorRT-LLM #16219",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
+    "extend-mqa4-d64-bf16-p16-k3.37.9.17-n6a1x3.19-reversed-mean-sel16-idx4-b4prod",
     "completes",
 )
 class BlocksOfOtherManager(Indexed):
@@ -484,7 +486,7 @@ class TableOfContext(Indexed):
 # vllm #52109: keys are written row by row; a prefill gathers them in tiles of 16 tokens by 16 bytes.
 @bug(
     "vllm #52109",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
+    "extend-mqa4-d64-bf16-p16-k3.37.9.17-n6a1x3.19-reversed-mean-sel16-idx4-b4prod",
     "selects-best",
 )
 class TiledReader(Indexed):
@@ -553,7 +555,7 @@ class SlotOfNoPage(LeavesPadding):
 # mlxcel #619: only a mask of the caller makes a prefill causal, and callers give none. Up to topk keys are dense.
 @bug(
     "mlxcel #619",
-    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-chunks3-shuffled-negative-sel16-idx4-b10small",
+    "extend-mqa4-d64-bf16-p16-k3.37.9.17-n6a1x3.19-reversed-mean-sel16-idx4-b4prod",
     "selection-well-formed",
 )
 class CausalByMask(Indexed):

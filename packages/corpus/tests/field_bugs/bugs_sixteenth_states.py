@@ -133,7 +133,7 @@ class KdaSlots(TwoIndices):
 # stored is S + sum exp(-G_p) k_p u_p instead of exp(G) S + sum exp(G - G_p) k_p u_p. What rows read is right.
 @bug(
     "sparkinfer #604",
-    "extend-gdn4x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-strong_decay-k64w2s32.slot0.kv-b3prod",
+    "extend-gdn4x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-mild_decay-k128w4s32-b3prod",
     "state-matches-oracle",
 )
 class GateOfRow31(Gdn32):
@@ -158,9 +158,7 @@ class GateOfRow31(Gdn32):
 
 # 49: transformers #46741. A step counts as a decode if the cache has a state, whatever the number of rows.
 # The convolution makes one step, dt keeps the first row, and the one result stands for all rows.
-@bug(
-    "transformers #46741", "extend-mamba1x2-d64-bf16-p16-k64-n5a5-shuffled-like_keys-k64w4s16.slot0-layers3from5-b1prod"
-)
+@bug("transformers #46741", "extend-mamba1x2-d128-bf16-p16-k64-n5a5-shuffled-like_keys-k128w4s16-layers3from5-b1nan")
 class ContinuedAsDecode(Mamba):
     """A prefill that continues a state updates it by the first row of a request only."""
 
@@ -200,7 +198,7 @@ class TakenForVerify(GdnSlots):
 # 51: vllm #50649. Decodes of a mixed batch go through the chunk kernel as sequences of one row.
 @bug(
     "vllm #50649",
-    "extend-kda1x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-strong_decay-k64w2s32.slot0.kv-b3prod",
+    "extend-kda1x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-mild_decay-k64w4s32-b3prod",
     "finite",
 )
 class OneRowIsNaN(Kda):
@@ -223,7 +221,7 @@ class OneRowIsNaN(Kda):
 # 52: ATOM #1436. The kernels skip negative indices; padded requests of vLLM's full graphs have the null block 0.
 @bug(
     "ATOM #1436",
-    "decode-gdn4x2-d64-fp32-p16-k0.33.0.4-shuffled-weak_decay-k64w2s32.null.zeroed.strided-b4prod",
+    "decode-gdn4x2-d64-bf16-p16-k5.1.30-shuffled-unit_keys-k64w4s32.null-b4prod",
     "writes-own-state",
     execution="graph",
 )
@@ -238,7 +236,7 @@ class PaddingIsNotNegative(GdnPaddedByZero):
 # three quarters of the grid that is one chunk for a block. Windows are copied by another kernel, rightly.
 @bug(
     "vllm #57266",
-    "extend-mamba4x2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-like_keys-k64w2s32.zeroed.kv.strided.snap16-b3stale",
+    "extend-mamba4x2-d64-bf16-p16-k0.3.0-n16a15.16.17-shuffled-no_decay-k64w1s32.kv.snap16-layers3from5-b3nan",
     "state-matches-oracle",
 )
 class CopiesAtChunkEnds(MambaCopies):
@@ -262,7 +260,8 @@ class CopiesAtChunkEnds(MambaCopies):
 # 54: sglang #30047. Track indices moved from the arguments into metadata; the verify path of Ascend lost them.
 @bug(
     "sglang #30047",
-    "target-verify-gdn4x2-d64-fp32-p16-k3.1.12.7.2.20.5-chain2-shuffled-strong_decay-k64w2s32.slot0.kv.snap64-b7prod",
+    "target-verify-gdn1x2-d64-fp32-p16-k1.70.9.2x43.71x42.10x42-chain2-shuffled-"
+    "like_keys-k64w2s32.zeroed.kv.snap64-layers1from0-b131prod",
     "state-matches-oracle",
 )
 class CommitsWithoutCopies(GdnCopies):
@@ -274,7 +273,7 @@ class CommitsWithoutCopies(GdnCopies):
 
 # 55: ik_llama.cpp #1932. Subgraphs of tokens share scratch buffers from the third sequence on; windows are right.
 @bug(
-    "ik_llama.cpp #1932", "decode-gdn4x2-d64-fp16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod", "state-counts-tokens"
+    "ik_llama.cpp #1932", "decode-gdn4x2-d64-fp32-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod", "state-counts-tokens"
 )
 class TwoBuffers(Gdn):
     """In a decode of three requests or more, each reads the state of one of the last two."""
@@ -290,7 +289,7 @@ class TwoBuffers(Gdn):
 # 56: mlx-lm #1736. The mask of the rows of padding on the right is dropped; windows follow the lengths.
 @bug(
     "mlx-lm #1736",
-    "extend-gdn4x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-strong_decay-k64w2s32.slot0.kv-b3prod",
+    "extend-gdn4x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-mild_decay-k128w4s32-b3prod",
     "state-matches-oracle",
 )
 class PaddingUpdatesStates(Gdn32):
@@ -320,7 +319,7 @@ class PaddingUpdatesStates(Gdn32):
 # that of prefills, which no graph of states has here; a decode of a graph has the same slots.
 @bug(
     "tt-metal #54850",
-    "decode-kda1x2-d64-fp32-p16-k0.33.0.4-shuffled-weak_decay-k64w2s32.slot0.zeroed.strided-b4prod",
+    "decode-kda1x2-d64-bf16-p16-k0.33.0.4.0x9.34x9.0x9.5x9-shuffled-weak_decay-k64w4s32.null.zeroed.kv-b40prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -481,7 +480,7 @@ class ScalesOfFourTokens(Nvfp4):
 # 61: kvcached #424. ``get_kv_cache_shape`` without ``cache_dtype_str`` gives rows of D bytes instead of D + 4.
 @bug(
     "kvcached #424",
-    "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvfp8pertokenhead-w46-cap1.5-b2prod",
+    "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvfp8pertokenhead-w11-b2prod",
     "writes-own-kv",
 )
 class StepsWithoutScales(Fp8PerTokenHead):
@@ -505,7 +504,10 @@ class StepsWithoutScales(Fp8PerTokenHead):
 
 
 # 62: vllm #54563. ``pow2_fp32`` extracts the exponent of a scale that the writer stores as amax / 448.
-@bug("vllm #54563", "target-verify-mla2-d128r64-bf16-p64-k69-chain7-contiguous-shifted-kvfp8dsmla-sel1-idx4ties-b4prod")
+@bug(
+    "vllm #54563",
+    "target-verify-mla2-d128r64-bf16-p64-k3.133.33.17-chain7-shared-gauss-kvfp8dsmla-sink-sel1-idx4reuse-b4prod",
+)
 class ScalesAsPowersOfTwo(PackedMla):
     """A scale counts as the power of two at or below it."""
 
@@ -542,7 +544,7 @@ class DecodeWithoutSplits(Fp8):
 # 64: FreeToken #309. Scales are not handed to the kernel.
 @bug(
     "FreeToken #309",
-    "draft-decode-mha2-d32-bf16-p16-k21-topk1steps4-shared-rising_logits-kvint8pertokenhead-w0-cap1.5-b1prod",
+    "draft-decode-mha2-d128-bf16-p16-k21-topk1steps4-shared-rising_logits-kvint8pertokenhead-w0-b1prod",
 )
 class IntegersWithoutScales(Int8PerTokenHead):
     """Attention takes the integers for keys and values."""
@@ -552,7 +554,7 @@ class IntegersWithoutScales(Int8PerTokenHead):
 
 
 # 65: vllm #51363. The call of FA4 drops ``k_descale`` and ``v_descale``; that of FA3 has them.
-@bug("vllm #51363", "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvfp8perhead-w46-cap1.5-b2prod")
+@bug("vllm #51363", "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvfp8perhead-w11-b2prod")
 class PathWithoutHeadScales(Fp8PerHead):
     """Attention leaves out the scales of heads, by which the writer divided."""
 
@@ -563,7 +565,7 @@ class PathWithoutHeadScales(Fp8PerHead):
 # 66: aiter #3894. The thread says no more than that the flat index is wrong in the other layout of pages.
 @bug(
     "aiter #3894",
-    "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvint8pertokenheadapart-kvhnd-w46-cap1.5-b2prod",
+    "decode-mha2-d128-bf16-p16-k21-reversed-mean-kvint8pertokenheadapart-kvhnd-w11-b2prod",
     "reads-own-kv",
 )
 class ScaleIndexOfTokensFirst(Int8Apart):
@@ -582,7 +584,7 @@ class ScaleIndexOfTokensFirst(Int8Apart):
 # 67: mlxcel #717. ``maximum(absmax / 127, 1.0)`` in the path of a single stream; batches are quantized elsewhere.
 @bug(
     "mlxcel #717",
-    "draft-decode-mha2-d32-bf16-p16-k21-topk1steps4-shared-rising_logits-kvint8pertokenhead-w0-cap1.5-b1prod",
+    "draft-decode-mha2-d128-bf16-p16-k21-topk1steps4-shared-rising_logits-kvint8pertokenhead-w0-b1prod",
     "writes-own-kv",
     execution="graph",
 )

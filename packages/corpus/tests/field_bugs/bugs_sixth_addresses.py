@@ -13,7 +13,11 @@ from third_parents import Latent, mla_capabilities, wide_capabilities
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("sglang-jax #1557", "extend-gqa2x2-d64-bf16-p16-k7x2-n41a17.64-shuffled-gauss-b2prod", "reads-own-kv")
+@bug(
+    "sglang-jax #1557",
+    "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod",
+    "reads-own-kv",
+)
 class DenseCumsumMask(Tiled):
     """Pages of all requests lie one behind the other, and a request's are sought at the sum of the lengths before."""
 
@@ -30,7 +34,11 @@ class DenseCumsumMask(Tiled):
         return pages[(at // size).clamp(max=len(pages) - 1)] * size + at % size
 
 
-@bug("sglang #23757", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-reversed-gauss-w46-b5prod", "reads-own-kv")
+@bug(
+    "sglang #23757",
+    "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-chunks3-reversed-gauss-w46-b7nan",
+    "reads-own-kv",
+)
 class RawTokenTable(Tiled):
     """Layers with a window take the request table, which has a slot for each token, for a table of pages."""
 
@@ -45,7 +53,7 @@ class RawTokenTable(Tiled):
         return slots % self.context.kv_pool.num_slots
 
 
-@bug("FlagGems #5896", "decode-gqa2x2-d64-bf16-p16-k33.24.3-shuffled-gauss-kvhnd-b4prod", "reads-own-kv")
+@bug("FlagGems #5896", "decode-gqa2x2-d64-bf16-p16-k21.3-shuffled-gauss-kvinblock-b2prod", "reads-own-kv")
 class VContiguous(Tiled):
     """V is read as if it were contiguous, whatever its strides are."""
 
@@ -184,7 +192,7 @@ class DraftLocTransposed(Tiled):
 
 @bug(
     "vllm #39120",
-    "target-verify-gqa7x2-d96-bf16-p16-k1.2.5.9.14.2.30-chain4-shuffled-negative-b8small",
+    "target-verify-gqa7x2-d96-bf16-p16-k37.3.0.16.9.33.1.17.5-chain4-interleaved-rising_logits-w11-b10small",
     "output-written",
 )
 class CuSeqlensShort(Varlen):

@@ -21,7 +21,7 @@ _EXTENDS = Varlen.capabilities.with_changes(
 @bug(
     "vllm-ascend #3277",
     "extend-mha2-d128-bf16-p64-k3.33.17-n18a1x2.18-contiguous-gauss-kvfp8e4m3-sink-b4prod",
-    of_a_tier="extend-gqa2x2-d64-fp16-p64-k0.1.64-n43a63.64.2-chunks3-interleaved-rising_logits-sink-b3prod",
+    of_a_tier="extend-gqa2x2-d64-fp16-p64-k0.1.64-n43a63.64.2-chunks3-interleaved-rising_logits-sink-b4prod",
 )
 class SeqLensOfDecodes(Varlen):
     """Where decodes stand before prompts, lengths are cut to those of the decodes, and prompts read them too."""
@@ -41,7 +41,7 @@ class SeqLensOfDecodes(Varlen):
 @bug(
     "vllm-ascend #3652",
     "extend-gqa2x2-d64-bf16-p16-k5-n2a2-interleaved-gauss-layers1from0-b1stale",
-    of_a_tier="extend-gqa7x2-d128-bf16-p1-k3.21.5.17-n5a8.1.9.1-reversed-gauss-kvfp8e4m3-cap1.5-b5prod",
+    of_a_tier="extend-gqa2x2-d128-bf16-p1-k3.21.5.17-n5a8.1.9.1-reversed-gauss-kvfp8e4m3-cap1.5-b5nan",
 )
 class KvLensAreQLens(Varlen):
     """A prompt's number of keys is that of its rows: what was cached is lost."""
@@ -52,7 +52,7 @@ class KvLensAreQLens(Varlen):
         return cu.diff()
 
 
-@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p1-k32.128.64.16.63-n4a9.7.1x3-shared-one_hot-b6stale")
+@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p16-k32.128.64.16.63-n5a19.1x4-reversed-one_hot-b5prod")
 class PlanOfWholeBatch(Latent):
     """Requests of one row look up their tiles in a schedule of all requests, by their place among those of one row."""
 
@@ -66,7 +66,7 @@ class PlanOfWholeBatch(Latent):
         return super().visible(index, rows) & (index < limit[:, None])
 
 
-@bug("sglang #34273", "extend-gqa2x2-d64-bf16-p16-k0.1.16-n12a16.1.17-shared-gauss-w4-b3prod")
+@bug("sglang #34273", "extend-gqa2x2-d64-bf16-p16-k0.1.16-n179a15.520.2-shared-gauss-w4-layers1from0-b3prod")
 class WindowOneMore(Tiled):
     """The window of an extend has a key of the prefix too many."""
 
@@ -111,7 +111,7 @@ class BatchlessMask(Tiled):
         return super().visible(index, rows) | later
 
 
-@bug("tilelang #575", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-contiguous-gauss-b8prod")
+@bug("tilelang #575", "decode-mqa4-d64-bf16-p1-k9.70.1.33.9.70.1.33-shuffled-gauss-b8prod")
 class BlockOverSplit(SplitKV):
     """Splits have their share of the keys, and read whole tiles of 32: the first keys of the next split count twice."""
 
@@ -124,7 +124,7 @@ class BlockOverSplit(SplitKV):
         return (index >= number * length) & (index < number * length + tiles * self.TILE)
 
 
-@bug("sglang #36430", "target-verify-gqa2x2-d64-bf16-p16-k7x2-chain7-shuffled-gauss-b2prod")
+@bug("sglang #36430", "target-verify-gqa2x2-d64-bf16-p1-k13-chain7-shuffled-gauss-b2prod")
 class VerifyLensOverwritten(Tiled):
     """A verify's lengths are overwritten by the batch's: as many keys of the prefix are lost as the draft has."""
 
@@ -137,7 +137,7 @@ class VerifyLensOverwritten(Tiled):
         return seen & ((index < (rows.prefix - rows.new)[:, None]) | (index >= rows.prefix[:, None]))
 
 
-@bug("tvm #20121", "extend-gqa2x2-d64-bf16-p16-k0.1.16-n12a16.1.17-shared-gauss-w4-b3prod")
+@bug("tvm #20121", "extend-gqa2x2-d64-bf16-p16-k0.1.16-n179a15.520.2-shared-gauss-w4-layers1from0-b3prod")
 class SlidingPrefillChunk(Tiled):
     """The window of a prompt in chunks goes by the row's place in its chunk."""
 

@@ -24,7 +24,7 @@ class MergeTwoEmpty(WorkList):
         return out.to(out_a.dtype), top + torch.log2(a + b)
 
 
-@bug("sglang #26852", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-mean-kvfp8e4m3-b3prod")
+@bug("sglang #26852", "decode-gqa2x2-d64-bf16-p16-k15.16.17-interleaved-gauss-kvfp8e4m3-b3prod")
 class VScaleFallsToK(Tiled):
     """The scale of V falls back to that of K."""
 
@@ -34,7 +34,7 @@ class VScaleFallsToK(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, v_scale=plan.layer.k_scale)))
 
 
-@bug("imp #1303", "draft-extend-mqa4-d64-fp16-p16-k21-n2a1-shared-shifted-sink-b4nan")
+@bug("imp #1303", "draft-extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n2a1x7-shared-shifted-cap1.5-sink-b8small")
 class SinkOnlyInSplit(SplitKV):
     """Rows of 32 keys at most, which are not split, have no sink in their denominator."""
 
@@ -56,7 +56,7 @@ class LseRebasedTwice(WorkList):
         return out, lse * LOG2E
 
 
-@bug("vllm-metal #665", "decode-gqa2x2-d64-bf16-p1-k13-contiguous-rising_logits-cap1.5-b4stale")
+@bug("vllm-metal #665", "decode-gqa2x2-d64-bf16-p1-k0.1.8-contiguous-mean-cap1.5-b6stale")
 class SoftcapZero(Tiled):
     """The soft cap that the kernel is given is the constant 0."""
 
@@ -110,7 +110,7 @@ class PagedPartNoScales(Tiled):
         return torch.where(cached, k / plan.layer.k_scale, k), torch.where(cached, v / plan.layer.v_scale, v)
 
 
-@bug("onnx #7865", "extend-gqa2x2-d64-bf16-p1-k7.8.9-n5a1x2.11-chunks3-shared-negative-w4-cap1.5-b6prod")
+@bug("onnx #7865", "extend-gqa2x2-d64-bf16-p1-k7.8.9-n5a1x2.11-chunks3-shared-negative-w4000-cap1.5-b6prod")
 class MaskThenCap(Tiled):
     """The soft cap comes after the mask: minus infinity becomes minus the cap, and takes weight."""
 

@@ -24,7 +24,7 @@ def _of(*modes):
 
 @bug(
     "sglang #33127",
-    "target-verify-gqa2x2-d64-bf16-p1-k7.8.9-t0.1.0.3.0.5.1-shuffled-negative-b3prod",
+    "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-t0.1.0.3.0.5.1-shuffled-one_hot-b3prod",
     "output-contract",
     execution="graph",
 )
@@ -57,7 +57,7 @@ class PinnedReused(Pinned):
 
 @bug(
     "phyai #5",
-    "decode-gqa3x2-d64-bf16-p8-k13-interleaved-rising_logits-w11-b1prod",
+    "decode-gqa8x2-d64-bf16-p8-k13-interleaved-rising_logits-w46-b1prod-overlap_scheduling",
     "addresses-stable",
     execution="graph",
 )
@@ -73,7 +73,7 @@ class PlanNotIntoBuffers(HostPlanned):
 
 @bug(
     "vllm #13922",
-    "decode-mha2-d128-bf16-p64-k3.133.33.17-reversed-gauss-kvfp8e4m3-w4-cap1.5-b4prod",
+    "decode-mha2-d128-bf16-p64-k3.133.33.17-reversed-gauss-kvfp8e4m3-w0-cap1.5-sink-b4prod",
     "writes-own-kv",
     execution="graph",
 )
@@ -103,7 +103,7 @@ class SlotMapShort(Varlen):
 
 @bug(
     "flashinfer #919",
-    "draft-extend-mqa4-d64-fp16-p16-k21-n2a1-shared-shifted-w4000-sink-b4nan",
+    "draft-extend-mqa4-d64-bf16-p16-k14.15.16.17.18.19.20.21.22.23.24.25.26.27.28.29-n2a2x16-shuffled-gauss-b30prod",
     "writes-own-kv",
     execution="graph",
 )
@@ -121,7 +121,7 @@ class AppendArbitraryTail(Varlen):
 
 @bug(
     "flashinfer #2511",
-    "decode-mha2-d128-bf16-p64-k3.133.33.17-reversed-gauss-kvfp8e4m3-w4-cap1.5-b4prod",
+    "decode-mha2-d128-bf16-p64-k3.133.33.17-reversed-gauss-kvfp8e4m3-w0-cap1.5-sink-b4prod",
     "addresses-stable",
     execution="graph",
 )
@@ -137,7 +137,7 @@ class BlockTableRebuilt(Varlen):
 
 @bug(
     "flashinfer #411",
-    "extend-gqa2x2-d64-fp16-p16-k1.2.5.9.14.2.30-n4a1x6.19-chunks3-reversed-peaked-w4000-sink-b10small",
+    "extend-mha2-d64-fp16-p16-k3.37.9.17-n6a19.1x3-chunks3-shared-shifted-w46-b7small",
     "replay-follows-batch",
     execution="graph",
 )
@@ -231,7 +231,7 @@ class BlocksOfCurrentMax(Latent):
 
 @bug(
     "rtp-llm #1259",
-    "draft-extend-mqa4-d64-fp16-p16-k21-n2a1-shared-shifted-w4000-sink-b4nan",
+    "draft-extend-mqa4-d64-bf16-p16-k14.15.16.17.18.19.20.21.22.23.24.25.26.27.28.29-n2a2x16-shuffled-gauss-b30prod",
     "addresses-stable",
     execution="graph",
 )

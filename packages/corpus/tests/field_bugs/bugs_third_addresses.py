@@ -23,7 +23,7 @@ class PageTailSkipped(Tiled):
         return seen & (index % size < size // tile * tile) if rows.plan.max_q_len == 1 else seen
 
 
-@bug("ATOM #702", "decode-mha2-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "reads-own-kv")
+@bug("ATOM #702", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "reads-own-kv")
 class PageIdCutOff(Tiled):
     """Decode with pages of 16 cuts page ids to 16 bits there, 6 here: high pages are read as low ones."""
 
@@ -255,7 +255,7 @@ class DraftSlotsByRequest(Tiled):
         super().write_kv(k, v, plan)
 
 
-@bug("TensorRT-LLM #18244, TensorRT-LLM #17964", "decode-gqa4x2-d256-bf16-p32-k3.69.17x2-interleaved-peaked-b5nan")
+@bug("TensorRT-LLM #18244, TensorRT-LLM #17964", "decode-mha2-d256-bf16-p32-k3.69.17x2-interleaved-peaked-b5stale")
 class VPagesAdvancedTooFar(Tiled):
     """The kernel for head dim 256 and large batches reads values of one tile from the pages of the one before."""
 

@@ -29,7 +29,7 @@ class MaskDenseOverAlignedKeys(Tiled):
         return right[owner, inside]
 
 
-@bug("tvm #18630", "extend-gqa4x2-d64-bf16-p16-k7x2-n10a19.1-shuffled-gauss-w0-b2prod")
+@bug("tvm #18630", "extend-gqa4x2-d64-bf16-p1-k7x2-n10a19.1-chunks3-interleaved-rising_logits-w0-b3small")
 class WindowForOldKeysAlone(Tiled):
     """The window counts for cached keys and not among the new rows of a prefill."""
 
@@ -40,7 +40,7 @@ class WindowForOldKeysAlone(Tiled):
         return super().visible(index, rows) | new
 
 
-@bug("vLLM #2231", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-w11-b7prod")
+@bug("vLLM #2231", "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-contiguous-negative-w11-b7prod")
 class WindowCountedInWholePages(Tiled):
     """The table is cut to the window's last pages, and the window's length is counted from its start."""
 
@@ -55,7 +55,7 @@ class WindowCountedInWholePages(Tiled):
         return (index >= start) & (index < start + rows.kv_lens.clamp(max=w)[:, None])
 
 
-@bug("tt-metal #32145", "decode-mha2-d128-bf16-p16-k3.37.9.17-shuffled-one_hot-w4-b7stale", execution="graph")
+@bug("tt-metal #32145", "decode-gqa2x2-d64-bf16-p16-k3.37.9.17-reversed-one_hot-w4-b4prod", execution="graph")
 class FaceFilledAtFifteen(Tiled):
     """A face of 16 keys is masked whole where 15 of them are: one key too many at some starts of a window."""
 
@@ -98,7 +98,7 @@ class LengthsRepeatedPerAtom(Tiled):
     "triton-msl #7",
     "extend-gqa2x2-d64-bf16-p1-k0-n32a32-shuffled-gauss-layers1from0-b1prod",
     execution="graph",
-    of_a_tier="extend-mha2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-chunks3-contiguous-mean-b6nan",
+    of_a_tier="extend-gqa4x2-d128-bf16-p1-k0x3-n38a17.64.33-chunks3-reversed-one_hot-b4small",
 )
 class CausalDroppedOnExactTiles(Tiled):
     """Where rows and keys fill their tiles no bound is checked, and the causal mask is lost with it."""
@@ -110,7 +110,7 @@ class CausalDroppedOnExactTiles(Tiled):
         return torch.where(exact[:, None], index < rows.kv_lens[:, None], super().visible(index, rows))
 
 
-@bug("ik_llama.cpp #2087", "target-verify-gqa4x2-d128-bf16-p16-k7x2-chain7-reversed-peaked-w0-b5prod")
+@bug("ik_llama.cpp #2087", "target-verify-mha2-d64-bf16-p1-k0.1.8-chain7-shared-one_hot-w0-b3prod")
 class MaskRowsOfTheSlice(Tiled):
     """Keys are cut to the window, and rows of the mask are walked by that shorter length."""
 
@@ -148,7 +148,7 @@ class ValuesWipedByTheLanesOwnRow(Tiled):
     "decode-mha2-d64-bf16-p16-k300-shuffled-one_hot-layers1from0-b1prod",
     "replay-follows-batch",
     execution="graph",
-    of_a_tier="decode-mha2-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod",
+    of_a_tier="decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
 )
 class KeysOfTheCaptureInBlocks(Tiled):
     """A graph keeps the longest length of its capture, in blocks of 256 keys: replays lose keys beyond."""
@@ -167,7 +167,7 @@ class KeysOfTheCaptureInBlocks(Tiled):
 
 @bug(
     "nntrainer #4317",
-    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-w11-b7prod",
+    "decode-gqa2x2-d64-bf16-p1-k13-reversed-rising_logits-w4-b1prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -188,7 +188,7 @@ class WindowRegimeOfTheCapture(Tiled):
         return super().window_start(rows)
 
 
-@bug("vLLM #51065", "draft-extend-v2-mla16-d512r64-bf16-p64-k0.1.64-n6a6x3-reversed-one_hot-b6prod")
+@bug("vLLM #51065", "draft-extend-v2-mla16-d512r64-bf16-p64-k63.64.65-n6a6x3-contiguous-one_hot-b6prod")
 class TableIndexedByRow(Latent):
     """Lengths are by row and page tables by request; both are indexed by row."""
 

@@ -12,7 +12,8 @@ from attn_testkit_corpus.faults.catalogue import bug
 
 @bug(
     "tt-metal #56171",
-    "decode-mha2-d64-bf16-p16-k10.26.42.58.74.90.106.122.138.154.170.186.202.218.234.250.266.15.31.63.127.255-shuffled-gauss-layers1from0-b22prod",
+    "decode-mha2-d64-bf16-p16-"
+    "k10.26.42.58.74.90.106.122.138.154.170.186.202.218.234.250.266.15.31.63.127.255-shuffled-gauss-layers1from0-b22prod",
 )
 class ChunkOf32(Tiled):
     """The chunk is the largest power of two that divides the width; with 32 later chunks are not rescaled."""
@@ -65,7 +66,7 @@ class NaNNowAndThen(Latent):
         return out.masked_fill(hit, torch.nan)
 
 
-@bug("lmdeploy #4696", "decode-mha2-d128-bf16-p16-k1025.33-contiguous-plus_minus_one-b3prod", "finite")
+@bug("lmdeploy #4696", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "finite")
 class EmptySplitsRead(Tiled):
     """Splits without keys are read as they lie in scratch, with a weight of 0."""
 
@@ -79,7 +80,7 @@ class EmptySplitsRead(Tiled):
         return parts._replace(acc=torch.where(torch.isinf(parts.peak)[..., None], scratch, parts.acc))
 
 
-@bug("TensorRT-LLM #18754", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale")
+@bug("TensorRT-LLM #18754", "decode-gqa2x2-d64-bf16-p16-k600.70.12-interleaved-shifted-w46-b6small")
 class StalePartials(Workspace):
     """Chunks outside the window are not written in a workspace that is kept, and are merged nevertheless."""
 
@@ -104,7 +105,7 @@ class OneMaximumForTheBatch(Tiled):
         return torch.einsum("thn,thnd->thd", share, parts.acc) / total[..., None], top + total.log()
 
 
-@bug("aiter #5642", "extend-mha2-d64-bf16-p1-k21.3.0.8.9.33.1.17.5-n1a1x9-reversed-gauss-kvfp8e4m3-b9prod")
+@bug("aiter #5642", "extend-mha1-d64-bf16-p1-k9.70-n2a2x2-interleaved-gauss-kvfp8e4m3-b3prod")
 class NormalisedBeforeFp8(Tiled):
     """Weights are divided by their sum before they are rounded to FP8: many become subnormal."""
 
@@ -130,7 +131,7 @@ class LseTileBeyondHeads(LatentLse):
         return lse.masked_fill(odd, 0.0)
 
 
-@bug("llama.cpp #6438", "decode-gqa4x2-d128-bf16-p16-k600.70.12-interleaved-shifted-w46-b4stale", "finite")
+@bug("llama.cpp #6438", "decode-gqa4x2-d128-bf16-p16-k600.70.12-interleaved-shifted-w46-b6prod", "finite")
 class MaximumStartsAtMinusInfinity(Tiled):
     """The running maximum starts at minus infinity: a first tile without a visible key gives NaN."""
 
