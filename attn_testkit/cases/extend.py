@@ -1,8 +1,8 @@
 """Extend: how many new tokens the requests of each step have, and the chunks in which a prompt comes.
 
-Requests are ragged: prompts of several pages next to rows that decode. A graph has room for a number of tokens, and not
-for a number per request: a case's ``width`` is the room for each request of a bucket, and a step shares it out. Chunks
-are steps that follow each other: the prefix of one is what the one before it wrote.
+Requests are ragged: prompts of several pages next to rows that decode. A graph is captured for a number of tokens, not
+for a number per request. A case's ``width`` times the bucket is this number, and the requests of a step share it.
+Chunks are successive steps: the prefix of a chunk is what the chunk before it wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import numpy as np
 from .fields import Fields
 from .plan import Plan
 
-LONG_PROMPT, WITHOUT_ROWS, EVEN_WITHOUT_ROWS = "long prompt", "some without rows", "some without rows, others even"
+LONG_PROMPT, WITHOUT_ROWS, EVEN_WITHOUT_ROWS = (
+    "long prompt",
+    "some without rows",
+    "some requests without rows, the others with equal numbers",
+)
 NEW_TOKENS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     # Nothing but the mode tells these from a decode.
     "ones": lambda page: (1,),
@@ -31,15 +35,15 @@ NEW_TOKENS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     "tiles": lambda page: (17, 64, 33, 15),
     # More than a tile of 128, and a prompt that is as long as others together.
     LONG_PROMPT: lambda page: (3, 131, 1),
-    # As a rank of prefill context parallelism has them: equal offsets lie next to each other. Kernels that number
+    # As on a rank of prefill context parallelism: equal offsets are adjacent. Kernels that number
     # chunks, tiles or work items without such requests look up the wrong request (vllm-ascend #11807).
     WITHOUT_ROWS: lambda page: (0, page + 1, 0, 0, 3, 0, 2),
     # As many rows for each request that has any: a batch that looks like one of drafts (vLLM #52500).
     EVEN_WITHOUT_ROWS: lambda page: (0, 4, 4, 0, 4, 0, 0, 4),
 }
-"""Name -> new tokens of the first requests, for a page of so many slots (8 at least). Requests after them have 1."""
+"""Name -> new tokens of the first requests, for a page size (8 at least). Requests after them have 1."""
 _MOST_ROWS = 192
-"""Rows of a batch from which on further requests have 1 row: attention costs rows times keys."""
+"""Rows of a batch above which further requests have 1 row: attention costs rows times keys."""
 
 
 def new_tokens(name: str, count: int, page: int, most: int) -> tuple[int, ...]:
@@ -56,9 +60,8 @@ def new_tokens(name: str, count: int, page: int, most: int) -> tuple[int, ...]:
 
 
 def chunks_of(case: Fields, count: int) -> list[tuple[int, ...]]:
-    """New tokens of each request in each chunk, the case's own batch first.
-
-    ``count``: requests of the batch; those beyond the case's have 1. A chunk is never longer than the one before it.
+    """New tokens of each request in each chunk, the case's own batch first. ``count``: requests of the batch; requests
+    that the case does not list have 1 token. A chunk is never longer than the one before it.
     """
     first = (*case.new, *(1 for _ in range(count - case.bs)))
     if case.chunks == 1:
@@ -71,7 +74,8 @@ def chunks_of(case: Fields, count: int) -> list[tuple[int, ...]]:
 
 
 def with_new_tokens(case: Fields, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans of an extend: each with its new tokens, and the own batch's further chunks right behind it."""
+    """The plans of an extend: each with its new tokens, and the further chunks of the case's own batch right after
+    it."""
     rng = np.random.default_rng(case.digest ^ 0xE7)
     own = plans[0]
     chunks = chunks_of(case, len(own.prefixes))

@@ -22,9 +22,8 @@ _LEFT_OUT = {"longer, exact", "lengths in another order", "long and short"}
 
 
 def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...], list[Plan]]:
-    """Buckets, largest first, and the steps of a case-run; last the eager one with more requests than any graph.
-
-    ``rng`` is drawn from in a fixed order: the same state, the same lengths.
+    """Buckets, largest first, and the steps of a case-run; the last one is the eager step with more requests than any
+    graph. ``rng`` is used in a fixed order: the same state gives the same lengths.
     """
     own, big, page = case.prefixes, case.bucket, case.page_size
     small = big // 2 if big > 1 else 2
@@ -77,9 +76,8 @@ def _filled_up(plan: Plan, rng: np.random.Generator) -> Plan:
 
 
 def lens_of(case: Fields, plan: Plan) -> tuple[int, ...]:
-    """Columns of the request table that each request of a step takes: its keys, its own rows included.
-
-    At most, where rows are ragged and not yet drawn.
+    """Columns of the request table that each request of a step needs: its keys, including its own rows. This is an
+    upper bound if rows are ragged and not yet drawn.
     """
     if case.draft:
         return tuple(case.draft.room(prefix, case.page_size) for prefix in plan.prefixes)

@@ -29,7 +29,7 @@ def add_traits(found: Iterable[Trait]) -> None:
     for trait in found:
         if TRAITS.setdefault(trait.name, trait) is not trait:
             raise ValueError(
-                f"two features have a trait {trait.name!r}; give one of them another order order order name"
+                f"two features have a trait {trait.name!r}; give one of them another order order order order name"
             )
 
 

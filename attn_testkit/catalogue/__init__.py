@@ -1,1 +1,2 @@
-"""Cases of each tier: covering arrays, cases made for one thing, small cases, the count of what is not covered."""
+"""Cases of each tier: covering arrays, cases for one purpose each, small cases, and the list of values that are not
+covered."""

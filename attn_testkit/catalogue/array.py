@@ -1,8 +1,8 @@
-"""The covering array of a mode: columns of all features, and which of their values no row has together.
+"""The covering array of a mode: columns of all features, and pairs of their values that exclude each other.
 
 A pair of values is excluded if no case has both (``cases/fields.py`` and the server variants say what excludes what),
-if the backend does not declare both together, or if the nearest declared case has another value. So a row is a case as
-it is, and every other pair of values meets in ``core``.
+if the backend does not declare both together, or if the nearest declared case has another value. So each row is a case
+without further changes, and every other pair of values occurs in ``core``.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ _WITH_FURTHER = ("smoke", "core")
 """Tiers whose rows have further columns; full has the rows of core, too."""
 _ASKED = [each for of in FEATURES for each in of.declared if of.name not in ("mode", "context")]
 _SHAPES = ("heads", "head_dim", "dtype", "kv_dtype")
-"""Columns of which a value may need another one: head dims of MLA, blocks of a format."""
+"""Columns with a value that may need a value of another column: head dims of MLA, blocks of a format."""
 _SETTINGS = ("heads", "head_dim", "dtype", "kv_dtype", "page_size")
 """Columns that smoke tells apart first: where two of them always occur together, one wrong setting looks like two."""
 _KINDS = ("heads", "kv_dtype")
-"""Columns of which a value may exclude what another one allows."""
+"""Columns with a value that may exclude what another value allows."""
 _PLAIN_ROWS = 16
+_MANY_HEADS, _MANY_TOKENS = 16, ("a page", "above a page", "pages", "prompt first", "tiles")
 _OFF: Mapping[str, Any] = {"sinks": False, "logit_cap": 0.0, "window": -1}
-"""Options that layers have in turn, left off where another value excludes them."""
+"""Options that layers have in turn. They are left out if another value excludes them."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """Columns of a mode and a tier; rows are those that have been made of them."""
+    """Columns of a mode and a tier, and the rows that were made from them."""
 
     declared: Capabilities
     mode: ForwardMode
@@ -68,7 +69,8 @@ class Array:
 
     @cached_property
     def columns(self) -> Mapping[str, Sequence[Any]]:
-        """Name of a column -> its values, the simplest first. Of further columns only what is declared by itself."""
+        """Name of a column -> its values, the simplest first. Of ``further`` columns, only values that are declared by
+        themselves."""
         found = {
             name: values
             for each in _COLUMNS
@@ -93,12 +95,13 @@ class Array:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing that is declared can be tried."""
+        """True if no declared value can be tried."""
         return any(not values for values in self.columns.values())
 
     @cached_property
     def unpaired(self) -> frozenset[tuple[int, int]]:
-        """Columns whose values need not meet, by their numbers: an instance has several values of one of them."""
+        """Numbers of pairs of columns whose values need not occur together, because an instance has several values of
+        one of them."""
         return frozenset(
             (at, later)
             for (at, one), (later, other) in combinations(enumerate(self.columns), 2)
@@ -109,7 +112,7 @@ class Array:
 
     @cached_property
     def excluded(self) -> frozenset[tuple[Value, Value]]:
-        """Pairs of values that no row has together, by the numbers of their columns and their own."""
+        """Pairs of values that no row has together, as numbers of columns and of values."""
         base = {name: values[0] for name, values in self.columns.items()}
         singles = {
             (name, number): self._single(base, name, value)
@@ -135,7 +138,7 @@ class Array:
         return frozenset(found)
 
     def _single(self, base: Row, name: str, value: Any) -> tuple[Row, frozenset[Any]]:
-        """A row that has a value and is plain otherwise, and what the value brings: none excludes a value of none."""
+        """A row with one value and defaults otherwise, and the fields that follow from the value."""
         row: Row = {**base, name: value}
         case = self._case(row)
         if case is None and name in _SHAPES:
@@ -157,7 +160,7 @@ class Array:
                     yield {**row, **dict(zip(some, values, strict=True))}
 
     def _has(self, row: Row, wanted: Row) -> bool:
-        """True if there is a case of the row, and it has the values that are ``wanted``."""
+        """True if the row gives a case, and the case has the ``wanted`` values."""
         case = self._case(row)
         return case is not None and all(
             getattr(case, name) == value
@@ -166,7 +169,7 @@ class Array:
         )
 
     def _case(self, row: Row) -> Case | None:
-        """The case of a row if there is one that needs no change; lengths are not asked about."""
+        """The case of a row, if it needs no change to be declared; lengths are not checked."""
         case = self.build(row)
         if case is None:
             return None
@@ -194,6 +197,26 @@ class Array:
                 return nearest_declared(self.declared, case)
         return None
 
+    def _without_costly(self, rows: list[list[int]]) -> list[list[int]]:
+        """Rows of smoke in which a row with many heads and many new tokens exchanges its heads with another row: a case
+        with both costs as much as ten others, and core has such cases."""
+        names, found = [*self.columns], [[*row] for row in rows]
+        if "new_tokens" not in names:
+            return found
+        at, later = names.index("heads"), names.index("new_tokens")
+        heads, tokens = self.columns["heads"], self.columns["new_tokens"]
+        costly = [row for row in found if heads[row[at]].q_heads >= _MANY_HEADS and tokens[row[later]] in _MANY_TOKENS]
+        for row in costly:
+            for other in (each for each in found if tokens[each[later]] not in _MANY_TOKENS):
+                row[at], other[at] = other[at], row[at]
+                if not self._clashes(row) and not self._clashes(other):
+                    break
+                row[at], other[at] = other[at], row[at]
+        return found
+
+    def _clashes(self, row: list[int]) -> bool:
+        return any(pair in self.excluded for pair in combinations(enumerate(row), 2))
+
     def further_cases(self) -> Iterator[Case]:
         """A case for each value of the further columns, plain otherwise."""
         base = {name: values[0] for name, values in self.columns.items()}
@@ -215,7 +238,7 @@ class Array:
             settings = frozenset(at for at, name in enumerate(self.columns) if name in _SETTINGS)
             count = max(size for at, size in enumerate(sizes) if at not in further)
             heads = frozenset({[*self.columns].index("heads")})
-            rows = _few(sizes, count, self.excluded, further, settings, heads)
+            rows = self._without_costly(_few(sizes, count, self.excluded, further, settings, heads))
         return [{name: values[i] for (name, values), i in zip(self.columns.items(), row, strict=True)} for row in rows]
 
 
@@ -226,7 +249,7 @@ def array_of(declared: Capabilities, mode: ForwardMode, tier: str) -> Array:
 
 
 def array_cases(declared: Capabilities, mode: ForwardMode, tier: str, seed: int) -> Iterator[Case]:
-    """Cases of the array of a tier, as far as the declared lengths allow them."""
+    """Cases of the array of a tier that the declared lengths allow."""
     array = array_of(declared, mode, tier)
     cases = [case for row in array.rows() if (case := array.build(row)) is not None]
     for case in _with_keys_left_out(declared, mode, cases) if tier == "smoke" else cases:
@@ -254,7 +277,7 @@ def _with_keys_left_out(declared: Capabilities, mode: ForwardMode, cases: list[C
 
 @cached(LRUCache(256), condition=threading.Condition())
 def _covering(*wanted: Any) -> list[list[int]]:
-    """Many backends differ in nothing that changes the rows."""
+    """Rows of a covering array, which are cached: many backends do not differ in anything that changes the rows."""
     return covering_array(*wanted)
 
 

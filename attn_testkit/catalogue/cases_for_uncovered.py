@@ -1,7 +1,6 @@
-"""One small case for each declared value that no other case of a tier tries; a case takes as many of them as it can.
-
-What a case tries is asked of the case (``catalogue/not_covered.py``): one is built by one change after another, and a
-change is kept if the case then tries the value and still everything that it tried before.
+"""Small cases for declared values that no other case of a tier tries; each case tries as many of them as it can.
+``catalogue/not_covered.py`` says what a case tries. A case is built by successive changes. A change is kept if the case
+then tries the new value and still everything that it tried before.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from ..contract import Capabilities, ForwardMode
 from .not_covered import DECLARED_VALUES, Value, is_tried, not_covered
 
 MOST_VALUES = 16
-"""Most values of one capability that core tries all. Of more it tries powers of two, the ends, and those that other
-cases have."""
+"""The largest number of values of one capability of which core tries all. If there are more, it tries powers of two,
+the ends, and values that other cases have."""
 _MOST_WORK = 1 << 21
-"""Multiplications of queries with keys, beyond which a case takes no second value."""
+"""Number of multiplications of queries with keys above which a case tries no second value."""
 _MOST_WORK_OF_ROWS = 1 << 25
-"""Most work for the case with the most rows: with a wide group it shows more than either by itself."""
+"""Most multiplications of the case with the most rows: together with a wide group it shows more than either does by
+itself."""
 
 _Entry = tuple[str, Value]
 
@@ -37,9 +37,8 @@ def cases_for_uncovered(
     fits: Callable[[Case], bool],
     base: Case | None = None,
 ) -> Iterator[Case]:
-    """Cases for what ``cases`` leave not covered in ``mode``, as far as a case that ``fits`` can try it.
-
-    ``cases``: not empty; their seed is taken. ``base``: the case that is changed; by default ``two_request_case``.
+    """Cases for values that ``cases`` do not cover in ``mode``, if a case that ``fits`` can try them. ``cases``: not
+    empty; the new cases have their seed. ``base``: the case that is changed; by default ``two_request_case``.
     """
     base = (base or two_request_case(declared, mode)).with_seed(cases[0].seed)
     left = sorted((e for e in not_covered(declared, mode, cases) if _wanted(declared, mode, tier, *e)), key=_place)
@@ -72,7 +71,7 @@ def cases_for_uncovered(
 
 
 def _place(entry: _Entry) -> tuple[int, int]:
-    """Wide groups come first, so that one of them meets the most rows."""
+    """Sort key: wide groups come first, so that one of them occurs with the most rows."""
     name, value = entry
     return list(DECLARED_VALUES).index(name), -value if DECLARED_VALUES[name].largest_first and isinstance(
         value, int

@@ -1,4 +1,5 @@
-"""Cases of codes: every key of long rows is counted, whatever mode, window, sink or dtype of the KV pool it has."""
+"""Cases that count keys: every key of long rows is counted, in each mode, and with windows, sinks and each dtype of the
+KV pool."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 
 _LENS = (4097, 300, 33)
-"""No multiple of a tile or of a page; others are there to be read from by mistake."""
+"""Prefixes that are not multiples of a tile or of a page; the further requests are there so that a wrong read hits their
+keys."""
 _FEW_LENS = (1025, 33)
 _MLA_LENS = (1025, 300, 33)
-"""Lengths for 576 numbers per key: longer ones are for ``full``, except one in each mode."""
+"""Lengths for keys of 576 numbers: longer lengths are for ``full``, except one in each mode."""
 _MLA_LONG = (4096, 300, 33)
 _MANY_LENS = (66_001, 1500, 33)
-"""Beyond 16 bits. With ordinary values nobody sees one key of so many."""
+"""Lengths that need more than 16 bits. With ordinary values one key of 66,000 is not visible."""
 _LONGEST, _LONGEST_OF_MLA = (66_000,), {ForwardMode.DECODE: (16_384,)}
-"""The longest request that core has in each mode. With one-hot values a case watches some of its keys, here all."""
+"""Keys of the longest request that core has in each mode. Cases with one-hot values observe some of the keys; these
+cases observe all keys."""
 _OPTIONS_LENS = (1500, 70, 9)
 _WINDOW, _MOST_PAGES = 700, 5
 _PAGE, _DIM, _FEW_CHANNELS = 16, 128, 64
@@ -27,7 +30,7 @@ value."""
 
 
 def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with few heads and rows."""
+    """Cases derived from ``small``, a case with few heads and rows."""
     dtype = min(declared.dtypes)  # bf16 first, whose rounding is coarsest
     page = nearest(declared.page_sizes, _PAGE)
     dim = max((dim for dim in declared.head_dims if dim <= _DIM), default=small.head_dim)
@@ -56,8 +59,8 @@ def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]
 
 
 def _of_other_pages(declared: Capabilities, minimal: Case) -> Iterator[Case]:
-    """Each declared page size with more pages than a tile or a table of them has: of pages of 256 the keys from 4,096
-    on were lost but for those of the last page (flashinfer #4347).
+    """Cases of each declared page size with more pages than a tile or a table of pages has. One kernel with pages of
+    256 lost the keys from 4,096 on, except the keys of the last page (flashinfer #4347).
     """
     far = _MLA_LENS[0] if minimal.heads.layout.wide_rows else _LENS[0]
     for page in some_of(declared.page_sizes - {minimal.page_size}, _MOST_PAGES):

@@ -1,8 +1,7 @@
-"""Covering arrays: rows in which each combination of values of two, or of three, columns occurs, and no excluded pair.
-
-A row is made greedily: the first combination of those that are missing, then the one that completes most others, and so
-on. numpy counts for all combinations at once: libraries that count in Python take half a minute for the triples of
-``full``, and those that know constraints ask a function for each of them.
+"""Covering arrays: rows in which each combination of values of two, or of three, columns occurs, but no excluded pair.
+A row is made greedily: it begins with the first missing combination, then gets the one that completes most others, and
+so on. numpy counts for all combinations at once. Libraries that count in Python need half a minute for the triples of
+``full``, and libraries with constraints call a function for each combination.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 _AT_ONCE = 256
-"""Combinations that are counted together: the first that is good enough is seldom far."""
+"""Number of combinations that are counted together: a combination that is good enough is usually among them."""
 _FREE, _TAKEN, _OTHER = 3, 1, 0
-"""A value that a row may still take, has, or cannot take any longer. Of several values ``&`` is ``_OTHER`` where one
-does not fit, and ``|`` is ``_FREE`` where one is new."""
+"""States of a value in a row: still possible, chosen, or no longer possible. For several values, ``&`` is ``_OTHER`` if
+one is not possible, and ``|`` is ``_FREE`` if one is not chosen yet."""
 Value = tuple[int, int]
 """Number of a column, and of one of its values."""
 Ints = npt.NDArray[np.int64]
@@ -27,7 +26,7 @@ Counts = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.float64]
 _PLAIN = 1e6
-"""Uses that no value comes to."""
+"""A number of uses that no value reaches."""
 
 
 def covering_array(
@@ -41,9 +40,9 @@ def covering_array(
 ) -> list[list[int]]:
     """Rows of indices into columns of ``sizes`` values, in which any ``strength`` columns have all combinations.
 
-    ``strength``: 2 or 3. ``salt``: other rows for the same sizes. ``unpaired``: columns, by their numbers, whose values
-    need not meet. A column without a pair has its values about as often as each other. ``excluded``: two values that no
-    row has together. ``later``: columns that keep their first value in the first rows, as many as ``alone``. A
+    ``strength``: 2 or 3. ``salt``: other rows for the same sizes. ``unpaired``: numbers of columns whose values need
+    not occur together. In a column without any pair, all values occur about equally often. ``excluded``: pairs of
+    values that no row has together. ``later``: columns that keep their first value in the first ``alone`` rows. A
     combination that fits into no row is left out.
     """
     firsts = np.cumsum([0, *sizes])
@@ -65,7 +64,7 @@ def covering_array(
 
 
 def _clashes(firsts: Ints, excluded: Collection[tuple[Value, Value]]) -> Bools:
-    """[value, value]: two that no row has together, by their serial numbers over all columns."""
+    """[value, value]: True for two values that no row has together, by their serial numbers over all columns."""
     found = np.zeros((int(firsts[-1]),) * 2, dtype=bool)
     for (one, value), (other, second) in excluded:
         at = int(firsts[one]) + value, int(firsts[other]) + second
@@ -81,7 +80,7 @@ def _missing(
     clash: Bools,
     rows: Sequence[Ints],
 ) -> Counts:
-    """1 for each combination of serials, in any order, that ``columns`` are to have and ``rows`` have not."""
+    """1 for each combination of serials, in any order, that ``columns`` need and ``rows`` do not have."""
     missing = np.zeros((int(firsts[-1]),) * strength, dtype=np.int32)
     for some in combinations(columns, strength):
         if not any(pair in unpaired for pair in combinations(some, 2)):
@@ -119,7 +118,7 @@ def _rows(
 
 
 def _mixed(order: Ints, salt: str) -> npt.NDArray[np.uint64]:
-    """A number for each combination, in no order, and the same on each machine."""
+    """A pseudo-random number for each combination, the same on each machine."""
     found = np.full(order.shape[1], zlib.crc32(salt.encode()), dtype=np.uint64)
     for serials in order:
         found = (found ^ serials.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -130,12 +129,12 @@ def _mixed(order: Ints, salt: str) -> npt.NDArray[np.uint64]:
 def _row(
     order: Ints, column_of: Ints, missing: Counts, firsts: Ints, clash: Bools, fixed: Sequence[int], uses: Numbers
 ) -> Ints | None:
-    """The serials of one row; None if the first combination fits into none. Combinations are put into it one after the
-    other: the first one that completes as many as it can of those that are missing, or the one that completes most;
-    what is left open has the value that fits and has been used least.
+    """The serials of one row; None if the first combination fits into no row. Combinations are added one after the
+    other: each is the first one that completes as many missing combinations as it can, or the one that completes most.
+    Columns that remain open get the least used value that fits.
 
-    ``order`` [strength, combinations]: what is missing. ``column_of``: the column of each serial. ``fixed``: serials
-    that the row has from the beginning.
+    ``order`` [strength, combinations]: missing combinations. ``column_of``: the column of each serial. ``fixed``:
+    serials that the row has from the beginning.
     """
     row = np.full(len(firsts) - 1, -1)
     state = np.full(len(column_of), _FREE, dtype=np.uint8)
@@ -181,7 +180,7 @@ def _row(
 
 
 def _filled(row: Ints, state: npt.NDArray[np.uint8], firsts: Ints, clash: Bools, uses: Numbers) -> Ints | None:
-    """``row`` with values that fit in what is open, of each column the least used one; None if there are none."""
+    """``row`` with the least used value that fits in each open column; None if no value fits."""
     columns = np.flatnonzero(row < 0)
     costs = np.where(state == _FREE, uses, np.inf)
     ranges = list(zip(firsts[columns].tolist(), firsts[columns + 1].tolist(), strict=True))
@@ -204,8 +203,8 @@ def _filled(row: Ints, state: npt.NDArray[np.uint8], firsts: Ints, clash: Bools,
 
 
 def _best(order: Ints, new: Ints, tables: list[Counts], filled: int) -> int:
-    """Index into ``order`` of the combination that is put into a row of ``filled`` values next. ``new`` [combinations]:
-    how many of its values are.
+    """Index into ``order`` of the combination that is added next to a row of ``filled`` values. ``new`` [combinations]:
+    number of new values in each.
     """
     most, best, enough = 0, 0, filled * new
     for start in range(0, order.shape[1], _AT_ONCE):
@@ -220,7 +219,7 @@ def _best(order: Ints, new: Ints, tables: list[Counts], filled: int) -> int:
 
 
 def _completed(order: Ints, new: Ints, tables: list[Counts]) -> Ints:
-    """Number of missing combinations that a row has with the new values of each of ``order``, and not without."""
+    """Number of missing combinations that a row completes only with the new values of each entry of ``order``."""
     found: Ints = (new == len(order)).astype(np.int64)  # itself
     for count, table in enumerate(tables, start=1):
         for places in combinations(order, count):
@@ -229,7 +228,7 @@ def _completed(order: Ints, new: Ints, tables: list[Counts]) -> Ints:
 
 
 def _spread(rows: Sequence[list[int]], number: int, firsts: Ints, clash: Bools, draws: random.Random) -> None:
-    """Give a column that meets nothing those of its values that a row allows, each about as often, in no order."""
+    """Fill a column that is paired with no other: each allowed value occurs about equally often, in random order."""
     values = range(int(firsts[number + 1] - firsts[number]))
     uses = [0] * len(values)
     for row in rows:

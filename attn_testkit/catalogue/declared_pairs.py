@@ -1,5 +1,5 @@
-"""Pairs of capabilities that the covering array lacks, because it has only some values of each: few head dims and
-groups."""
+"""Pairs of declared values that are not in the covering array, because it has only some values of each capability: few
+head dims and groups."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SEVERAL_SPLITS = (1025, 33)
 _PAGE, _WINDOW = 16, 40
 _FAR_MODES, _NARROW = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}), 11
 _FAR = (66_000, 32_769)
-"""Two requests whose last KV tokens lie on both sides of 2^15, for signed 16-bit numbers; with one of 40,000 all
-positions would be off by the same amount."""
+"""Two requests whose last KV tokens are on both sides of 2^15, for signed 16-bit numbers; with a single request of
+40,000 all positions would be off by the same amount."""
 _GROUPS, _MLA_HEADS = (2, 4, 5, 6, 7, 8, 12, 16, 32), (8, 16, 32, 64, 128)
 _NOISY = (600, 513, 700, 431) * 3
 _MANY_HEADS, _USUAL_DIM, _MOST_DIMS = 32, 128, 8
 
 
 def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Windows at positions beyond 15 and 16 bits. Each group of heads with a pool of FP8. Decode of each group with all
-    options, of each head dim and dtype of the pool with several splits, and of outputs in which a sum of another order
-    shows. Made of ``small``.
+    """Cases derived from ``small``: windows at positions that need more than 15 and 16 bits; each group of heads with a
+    pool of FP8; decode of each group with all options, of each head dim and dtype of the pool with several splits, and
+    of outputs that show another order of a sum.
     """
     if small.mode in _FAR_MODES & declared.windows.modes and not small.heads.layout.wide_rows:
         yield small.of_requests(_FAR, data="one_hot", window=_NARROW)
@@ -49,9 +49,9 @@ def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
-    """A group and a pool of FP8 may have another kernel or layout of rows: 32 heads of MLA were folded to rows of
-    16 only in FP8 (vLLM #46952), which one row of one request does not show. FP8 dtypes alternate. Some groups have
-    it in many lengths (``page_counts.py``).
+    """Each group with a pool of FP8, which may have another kernel or layout of rows. For example, 32 heads of MLA were
+    folded to rows of 16 only in FP8 (vLLM #46952), which one row of one request does not show. FP8 dtypes alternate.
+    Some groups have it in many lengths (``page_counts.py``).
     """
     groups: list[tuple[Heads, int]] = []
     if latent(declared) and one.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
@@ -67,7 +67,8 @@ def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
 
 
 def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
-    """A kernel is chosen by the group, and its options with it: one had sinks only for the first 16 heads."""
+    """Each group with all options, because a kernel is chosen by its group: one kernel had sinks only for the first 16
+    heads."""
     if not (declared.sinks or declared.logit_cap) or one.heads.layout.values_in_keys or "gqa" not in declared.families:
         return
     usual = [group for group in _GROUPS if group in declared.gqa_ratios]
@@ -81,7 +82,8 @@ def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
 
 
 def _dims_with_splits(declared: Capabilities, one: Case) -> Iterator[Case]:
-    """A kernel is compiled for a head dim and a dtype, and its partial results have strides of both."""
+    """Each head dim and dtype with several splits, because a kernel is compiled for both, and its partial results have
+    strides of both."""
     grouped = [heads for heads in typical_heads(declared) if heads.family == "gqa"]
     heads = one.heads if one.heads.layout.values_in_keys or not grouped else grouped[0]
     for dim in some_of(declared.head_dims, _MOST_DIMS):

@@ -1,4 +1,4 @@
-"""Cases for arithmetic that is right until numbers are large: stores, queries, sums and products of few bits."""
+"""Cases for arithmetic that fails only for large numbers: stores, queries, sums and products of few bits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from ..cases.case import Case
 from ..contract import FP8_PRODUCTS, Capabilities, ForwardMode
 
 _MANY_KEYS = 4096
-"""Number of small terms that a 16-bit sum loses for certain, in each of 16 splits too, with a large one among them."""
+"""Number of small terms that a 16-bit sum loses next to a large term, also in each of 16 splits."""
 
 _MANY_PARTS = 16_384
-"""Keys of sixteen parts of 1,024, whose sum is rounded sixteen times where it is kept in bf16 (FastDeploy #5541)."""
+"""Keys of sixteen parts of 1,024; a sum that is kept in bf16 is rounded sixteen times (FastDeploy #5541)."""
 
 _FAINT_KEYS = 1500
-"""Several runs of keys that weigh little, behind a key each that weighs much."""
+"""Several runs of keys with a small weight, each after a key with a large weight."""
 
 _FEW_KEYS = (70, 20)
 """Lengths of a request with more keys than the smallest tiles, and of one with little more than one tile."""
 
 
 def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Declared extreme cases, made of ``small``, a case with as little work for each key as is declared."""
+    """Declared extreme cases, derived from ``small``, a case with as little work for each key as the declaration
+    allows."""
     one = small.of_requests((_MANY_KEYS,))
     two = (small.page_size + 1, 2 * small.page_size)
     fp8 = small.of_requests(two, kv_dtype="fp8_e4m3")

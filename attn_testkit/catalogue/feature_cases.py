@@ -17,7 +17,8 @@ from .never_together import features
 
 
 def feature_cases(declared: Capabilities, mode: ForwardMode, small: Case, cases: Sequence[Case]) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key. ``cases``: those that smoke has in the mode."""
+    """Cases derived from ``small``, a case with little work for each row and key. ``cases``: those that smoke has in
+    the mode."""
     tests = features(declared, mode, small)
     left = {name: test for name, test in tests.items() if not any(map(test, cases))}
     for earlier in ForwardMode if left else ():

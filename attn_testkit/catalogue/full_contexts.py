@@ -1,4 +1,4 @@
-"""A context that is full: a request of as many tokens as is declared."""
+"""A full context: a request with as many tokens as are declared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..cases.plans import context_len
 from ..contract import Capabilities
 
 _LONG, _LONG_OF_MLA = 66_000, 8_192
-"""Keys that a case of each mode has where as many are declared; those of MLA have 576 numbers."""
+"""Keys of a case in each mode, if as many are declared; keys of MLA have 576 numbers."""
 _SHORT = 300
 """Tokens of context that all cases have anyway."""
 _DRAWS = 40
@@ -21,8 +21,9 @@ _PAGES_BELOW = 6
 
 
 def full_context_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """A request of as many tokens as is declared, where no other case comes near, and one of five eighths, whose keys
-    are not a multiple of a power of two: masks and tables of a fixed size end or wrap there (vllm-ascend #6803).
+    """A request with as many tokens as are declared, if no other case comes near, and a request with five eighths of
+    them, whose keys are not a multiple of a power of two: masks and tables of a fixed size end or wrap there
+    (vllm-ascend #6803).
     ``small`` has little work for each row and key.
     """
     most = declared.max_context_len

@@ -1,4 +1,4 @@
-"""Indexers in cases that the covering array gives to them by chance or never: many ties, and server variants."""
+"""Cases with an indexer that the covering array may not contain: many ties, and server variants."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from ..contract import Capabilities, ForwardMode
 
 _TIED_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
 _MANY_ROWS, _NEAR_KEYS = 34, 20_480
-"""FlashInfer's filtered top-k takes more than 32 rows, and a bin of it has room for 16,384 keys."""
+"""Rows and keys that exceed limits of FlashInfer: its filtered top-k runs for more than 32 rows, and one of its bins
+holds 16,384 keys."""
 _LONG = 66_000
 _LEAST = 256
-"""Smallest top-k with such ties: a place for fewer candidates than that is met in other cases."""
+"""Smallest top-k with such ties: other cases exceed a buffer for fewer candidates."""
 _KEYS_EACH = 10
-"""Keys for each that a row selects. Data of ties have nine vectors, so a tenth more keys tie than a row selects."""
+"""Keys per selected key. Data with ties have nine vectors, so a tenth more keys tie than a row selects."""
 
 
 def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key; none without an indexer in its mode."""
+    """Cases derived from ``small``, a case with little work for each row and key; none without an indexer in its
+    mode."""
     sparse = declared.sparse
     if sparse is None or sparse.indexer is None or small.mode is ForwardMode.DRAFT_DECODE:
         return
@@ -39,7 +41,7 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         yield with_indexer(declared, small, data="ties").of_requests((_LONG,), page_size=usual_page(declared))
     topk = max(sparse.topk)
     if topk >= _LEAST and small.mode in _TIED_MODES and not sparse.indexer.fused:
-        # A few winners, and thousands of equal scores behind them: more tie than a buffer of candidates holds, and
+        # A few winners, and thousands of equal scores after them: more tie than a buffer of candidates holds, and
         # most of what a row selects is of these (sglang #30645).
         many = with_indexer(declared, small, topk, "ties")
         many = many.with_changes(page_size=usual_page(declared), layers=Layers(1), layout="shuffled", data="gauss")
@@ -48,8 +50,8 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _of_near_scores(case: Case) -> Case:
-    """More scores in a bin of a radix select than it keeps, of which the best are anywhere (vLLM #52149,
-    sglang #36807); in extend more rows than small kernels take.
+    """Cases with more scores in a bin of a radix select than the bin holds, with the best scores anywhere among them
+    (vLLM #52149, sglang #36807); in extend also more rows than small kernels support.
     """
     new = (_MANY_ROWS, 1)
     rows = Extend(new, room_for(new)) if case.mode is ForwardMode.EXTEND else case.rows
@@ -57,8 +59,8 @@ def _of_near_scores(case: Case) -> Case:
 
 
 def with_indexer(declared: Capabilities, case: Case, topk: int = 0, data: str = "") -> Case:
-    """``case`` with the declared indexer. ``topk``: 0 for the smallest that selects several keys. Without an indexer in
-    ``declared`` it raises ``AssertionError``.
+    """``case`` with the declared indexer. ``topk``: 0 for the smallest one that selects several keys. Raises
+    ``AssertionError`` without an indexer in ``declared``.
     """
     sparse = declared.sparse
     assert sparse is not None

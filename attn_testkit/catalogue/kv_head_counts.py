@@ -1,5 +1,5 @@
-"""Cases of one KV head with one query head, as a rank of a small model has them: half of a pair, and no group; and of
-three KV heads, as SmolLM2-135M has them: several, and no power of two.
+"""Cases of one KV head with one query head, as on a rank of a small model, and of three KV heads, as in SmolLM2-135M:
+several heads, but no power of two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LENS = (9, 70)
 
 
 def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Cases of one head, if ``mha`` is declared; made of ``small``, a case with little work for each row."""
+    """Cases of one head, if ``mha`` is declared; derived from ``small``, a case with little work for each row."""
     if "mha" in declared.families:
         head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
         yield small.of_requests(_LENS, padded=1).with_changes(
@@ -23,7 +23,7 @@ def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def three_kv_heads_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Cases of the smallest declared group; made of ``small``, a case with little work for each row."""
+    """Cases of the smallest declared group; derived from ``small``, a case with little work for each row."""
     groups = sorted(declared.gqa_ratios - {1}) if "gqa" in declared.families else []
     if not groups and "mha" not in declared.families:
         return

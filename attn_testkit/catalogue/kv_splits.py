@@ -1,4 +1,4 @@
-"""Keys that are attended in parts: which parts a case has, and the cases of a backend that declares a log-sum-exp."""
+"""KV splits: the splits of each case, and the cases of a backend that declares a log-sum-exp."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ..contract import Capabilities, ForwardMode
 from .layer_options import takes_window, with_options, without_options
 
 _RANKS = {"pages": 2, "tokens": 3}
-"""Ranks of a kind's cases."""
+"""Numbers of ranks for the cases of a kind."""
 _MANY_HEADS, _MANY_MLA_HEADS, _MOST_WIDTH = 64, 128, 256
 _PROMPT, _MOST_WIDTH_OF_PROMPTS = 70, 128
 """More rows than a tile of 64. Twice the head dim of prompts made one case a tenth of core's time on a CPU."""
 
 
 def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Cases made of ``small``, a case with as little work for each row as is declared.
-
-    Of each kind of part: requests that leave a part without keys, the first of all too; and all other declared options
-    with many keys, merged by the backend if it can. Of one kind in each mode: logits far from zero, and other heads.
+    """Cases derived from ``small``, a case with as little work for each row as the declaration allows. For each kind of
+    split: requests that leave a split without keys, also the first split; and all other declared options with many
+    keys, merged by the backend if it can. For one kind in each mode: logits far from zero, and other heads.
     """
     kinds = declared.lse.kinds(small.mode) if declared.lse else ()
     for kind in kinds:
@@ -36,7 +35,8 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         few = _like(small, page, (2 * page + 3, 0, page, 1, 70), parts)
         own = declared.lse is not None and declared.lse.merges and kind != "whole"
         first = _like(small, page, (0, 2 * page + 3, 0, page, 1, 70, 33, 9, 17), parts) if kind != "whole" else few
-        # A program that walks a list of tiles, and ends where one has no keys, loses those behind it (aotriton #235).
+        # A program that walks a list of tiles, and ends where one has no keys, loses the tiles after it (aotriton
+        # #235).
         yield without_options(declared, first.with_changes(data="gauss"))
         yield _with_options(declared, few, own)
         if kind == kinds[-1]:
@@ -80,8 +80,9 @@ def _of_many_heads(declared: Capabilities, small: Case, parts: str, page: int, o
 
 
 def _of_long_groups(declared: Capabilities, small: Case, parts: str, page: int, own: bool) -> Iterator[Case]:
-    """Groups of heads of several KV heads where keys are split: kernels that fold a group into rows store log-sum-exps
-    in another order of heads then, and shorter requests take another path (vllm-project/flash-attention #87).
+    """Groups of heads of several KV heads, with keys that are split: kernels that fold a group into rows then store
+    log-sum-exps in another order of heads, and use another code path for shorter requests (vllm-project/flash-attention
+    #87).
     """
     groups = sorted(declared.gqa_ratios - {1})
     if not small.heads.layout.values_in_keys and "gqa" in declared.families and groups:
@@ -99,7 +100,7 @@ def _of_one_row_each(declared: Capabilities, small: Case, parts: str, page: int,
 
 
 def _of_larger_pages(declared: Capabilities, few: Case) -> Iterator[Case]:
-    """All keys, and ranks that have whole pages, in pages of several keys where all other cases have pages of one."""
+    """All keys, and ranks with whole pages, in pages of several keys, if all other cases have pages of one key."""
     for page in sorted(declared.page_sizes - {1})[:1]:
         yield few.with_changes(
             page_size=page, prefixes=(2 * page + 3, 0, page, 1, 70), data="gauss", merged_by_backend=False
@@ -117,7 +118,7 @@ def _with_options(declared: Capabilities, case: Case, own: bool) -> Case:
     as_given = case.mode in declared.new_rows_as_given
     return with_options(
         declared, with_other_heads(declared, _like(case, case.page_size, (1500, 70), case.kv_splits)), 60
-    ).with_changes(  # New rows as given are those of one call, and here several attend them.
+    ).with_changes(  # New rows that are read as given are those of one call, and here several calls attend to them.
         kv_dtype=min(declared.kv_dtypes) if not as_given else case.kv_dtype,
         merged_by_backend=own,
         data="gauss",

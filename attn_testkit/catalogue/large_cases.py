@@ -1,6 +1,6 @@
-"""Sizes of batches: more requests times heads, and more rows, than one side of a CUDA grid holds; as many keys as long
-contexts have; a large batch of long requests for backends that declare batch invariance; both sides of the sizes at
-which a backend says that its kernel changes.
+"""Large cases: more requests times heads, and more rows, than fit one dimension of a CUDA grid; as many keys as in long
+contexts; a large batch of long requests for backends that declare batch invariance; and batch sizes on both sides of
+those at which a backend declares that its kernel changes.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
 
 _GRID = 65_535
-"""The largest y and z of a grid: a launch with more fails, and what it was to write stays as it was (sglang #34941)."""
+"""The largest y and z of a grid: a launch with more fails, and its outputs keep their old contents (sglang #34941)."""
 _KEYS = 130_900
-"""Keys of a context of 131,072 tokens; the others are new tokens."""
+"""Keys before the step in a context of 131,072 tokens; the other tokens are new."""
 _MANY_HEADS, _MOST_HEADS = 32, 128
 _ROWS = 65
 _PREFIXES = (1, 3, 9)
 _COMPANY, _OF_EACH = (3, 40, 77, 114, 151, 188), 11
 """Lengths of up to a few tiles, and how often each occurs: more than 64 requests."""
 _BY_BITS = ("fp32", "fp16", "bf16")
-"""An output of more bits shows a sum of another order more often."""
+"""Dtypes by bits: an output with more bits shows another order of a sum more often."""
 _SPLIT_OR_NOT = (9, 70, 1, 33)
 """Keys of the requests, in turn: several splits, and none."""
 
 
 def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key. From core on one of decode, all else in full."""
+    """Cases derived from ``small``, a case with little work for each row and key. Core has one of decode, and full has
+    all."""
     one = small.with_changes(layers=Layers(1), layout="shuffled", data="gauss")
     wide = small.heads.layout.wide_rows
     if tier == "full":
@@ -47,22 +48,22 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
 
 
 def too_large_for_a_cpu(case: Case) -> bool:
-    """True for a case in which every row with every key takes 17 GB per head, as in torch backends and fakes.
-
-    And for drafts to verify in a context of a million: copies of their request table take minutes of a CPU.
+    """True for a case in which a matrix of all rows and keys needs 17 GB per head, as in torch backends and fakes. Also
+    for target-verify in a context of a million tokens, where copies of the request table take minutes on a CPU.
     """
     return sum(case.new) > _GRID or ("wide_scores" in case.variants and case.tree is not None)
 
 
 def _beyond_a_grid(wide: Case) -> Case:
-    """Case with just more requests times query heads than a grid holds."""
+    """Case with slightly more requests times query heads than a grid holds."""
     requests = _GRID // wide.heads.q_heads + 1
     lens = tuple(sorted((_PREFIXES * requests)[:requests]))
     return wide.of_requests(lens)
 
 
 def batch_mates_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """More requests than kernels for few take, with keys of several tiles each (pegainfer #623). Made of ``small``."""
+    """Cases derived from ``small`` with more requests than kernels for few requests accept, and several tiles of keys
+    each (pegainfer #623)."""
     if not declared.batch_invariant:
         return
     prefixes = tuple(prefix for prefix in _COMPANY for _ in range(_OF_EACH))
@@ -71,7 +72,8 @@ def batch_mates_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def switch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with as little work for each row as is declared. The graph is as large as the batch."""
+    """Cases derived from ``small``, a case with as little work for each row as the declaration allows. The graph is as
+    large as the batch."""
     for bs in sorted({size for at in declared.kernel_changes_at for size in (at - 1, at)}):
         lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
         yield small.of_requests(lens, data="gauss")
@@ -83,9 +85,8 @@ def switch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _of_sum(keys: int, rows: int, most: int) -> tuple[int, ...]:
-    """Prefixes of requests of ``rows`` rows each, of which none has more than ``most`` keys, and all have ``keys``.
-
-    Each has half of what is left, the last one the rest.
+    """Prefixes of requests with ``rows`` rows each. No request has more than ``most`` keys, and all together have
+    ``keys``. Each request gets half of the remaining keys, and the last one the rest.
     """
     lens: list[int] = []
     while keys > 0:

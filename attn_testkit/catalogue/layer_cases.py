@@ -1,5 +1,5 @@
-"""Cases whose model has three layers, under the ids of a later pipeline rank: in two KV groups, of which one has freed
-whole pages, and with heads that differ from one layer to the next.
+"""Cases whose model has three layers, under the ids of a later pipeline rank: in two KV groups, one of which has freed
+whole pages, and with heads that differ from layer to layer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from .never_together import features
 _RANK = Layers(3, 5)
 _LENS = (21, 40, 4)
 _SPLIT_LENS = (600, 40, 4)
-"""The first is beyond the 256 keys, and the 512, of which kernels are known to make a split."""
+"""Lengths at which kernels split keys: the first is longer than the known splits of 256 and 512 keys."""
 _ROWS = 5
 _WINDOW = 7
-"""Shorter than two of the requests."""
+"""A window that is shorter than two of the requests."""
 
 
 def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Cases without options, and with all declared ones; made of ``small``, which has little work for each row."""
+    """Cases without options, and with all declared options; derived from ``small``, which has little work for each
+    row."""
     minimal = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
     window = nearest_declared(declared, small.with_changes(window=_WINDOW)).window
     options = with_options(declared, with_other_heads(declared, minimal), window).with_changes(
@@ -54,8 +55,8 @@ def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _behind_rows_that_decode(declared: Capabilities, case: Case) -> Case:
-    """Requests of one row in front, as servers sort them: what is planned for the others counts from behind them, and
-    once for each KV group (vLLM #27650).
+    """Cases in which requests of one row come first, as servers sort them. The plan for the others begins after these
+    rows, and is made once for each KV group (vLLM #27650).
     """
     rows, decoding = case.rows, (1,) * (case.bs - 1)
     if isinstance(rows, Accepted):
@@ -67,8 +68,8 @@ def _behind_rows_that_decode(declared: Capabilities, case: Case) -> Case:
 
 
 def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterator[Case]:
-    """Each pair of shapes once, where KV groups are declared the first one in two groups, and a pair at lengths that
-    are split: of layers that differ in their query heads, because room for partial results is made for so many.
+    """Each pair of shapes once; the first pair in two KV groups, if these are declared; and a pair with different query
+    heads at lengths that are split, because memory for partial results is allocated by their number.
     """
     pairs, most = declared_shapes(declared), options[0] if options else minimal
     for shapes, each in zip(pairs, (most, minimal), strict=False):
@@ -80,8 +81,8 @@ def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterat
 
 
 def shaped_cases(declared: Capabilities, found: Sequence[Case]) -> Iterator[Case]:
-    """Heads by layer with each feature that they are declared with: cases of the array (``found``), as few as have all,
-    with the first pair of shapes."""
+    """Heads by layer together with each feature that is declared with them: as few cases of the array (``found``) as
+    contain all features, with the first pair of shapes."""
     pairs = declared_shapes(declared) if declared.heads_by_layer and by_layer(declared) else []
     if not pairs or not found:
         return
@@ -95,7 +96,7 @@ def shaped_cases(declared: Capabilities, found: Sequence[Case]) -> Iterator[Case
 
 
 def _shaped(declared: Capabilities, case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case | None:
-    """``case`` with two shapes of layers, without KV splits, if it may have them."""
+    """``case`` with two shapes of layers and without KV splits, if it may have two shapes."""
     try:
         made = with_shapes(case.with_changes(layers=_RANK, kv_splits="", merged_by_backend=False), shapes)
     except ValueError:
@@ -104,5 +105,5 @@ def _shaped(declared: Capabilities, case: Case, shapes: tuple[HeadShape, HeadSha
 
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
-    """``case`` with two alternating layer shapes, and the heads and head dim that hold both."""
+    """``case`` with two alternating layer shapes, and heads and a head dim that contain both."""
     return case.with_changes(**fields_with_shapes(case.layers, shapes))

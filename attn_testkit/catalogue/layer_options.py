@@ -1,5 +1,5 @@
-"""Options of a layer, as far as they are declared: a sliding window, a soft cap of its logits, sinks. In verify also a
-tree that branches: the masks of trees go through the same paths (sglang #24617).
+"""Declared options of a layer: a sliding window, a soft cap of its logits, sinks. In target-verify also a tree that
+branches, because its mask uses the same code paths (sglang #24617).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _TREE = Tree((0, 0, 1, 2))
 
 
 def takes_window(declared: Capabilities, case: Case) -> bool:
-    """True if a window is declared for the mode of ``case``, and together with its tree."""
+    """True if a window is declared for the mode of ``case``, also together with its tree."""
     return case.mode in declared.windows.modes and (case.topk < 2 or declared.windows.in_trees)
 
 
 def with_options(declared: Capabilities, case: Case, window: int) -> Case:
-    """``case`` with all of them that are declared. ``window``: keys before a query's own, where one is taken."""
+    """``case`` with all declared options. ``window``: keys before a query's own, if the case may have a window."""
     case = _with_branches(declared, case)
     return case.with_changes(
         window=window if takes_window(declared, case) else -1,
@@ -32,12 +32,13 @@ def with_options(declared: Capabilities, case: Case, window: int) -> Case:
 
 
 def without_options(declared: Capabilities, case: Case) -> Case:
-    """``case`` without options, to go with ``with_options``. It has the tree if a window keeps the other from it."""
+    """``case`` without options, as a counterpart of ``with_options``. It has the branching tree if the other case
+    cannot have it because of its window."""
     return _branching(declared, case) if _windows_chains_alone(declared, case) else case
 
 
 def _with_branches(declared: Capabilities, case: Case) -> Case:
-    """``case`` with a tree, if that does not cost the window."""
+    """``case`` with a branching tree, if it may keep its window."""
     return case if _windows_chains_alone(declared, case) else _branching(declared, case)
 
 
@@ -46,7 +47,7 @@ def _windows_chains_alone(declared: Capabilities, case: Case) -> bool:
 
 
 def _branching(declared: Capabilities, case: Case) -> Case:
-    """``case`` with a tree that branches in place of a short chain, if that is declared."""
+    """``case`` with a tree that branches instead of a short chain, if such trees are declared."""
     nodes = len(_TREE)
     supported = declared.max_topk >= _TREE.topk and declared.max_q_rows >= nodes >= case.width
     if case.tree is None or case.topk > 1 or not supported or variant_of(case).gives_none:

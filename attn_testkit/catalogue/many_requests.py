@@ -11,14 +11,14 @@ from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
 
 _BLOCK = 1024
-"""Requests that one block of a scan takes: one that repeats its first block is right for fewer."""
+"""Requests that one block of a scan covers: a scan that repeats its first block is correct for fewer."""
 _MORE = (12, 9, 14, 10, 13, 11)
-"""Keys or rows of the requests behind the block. Those at its beginning have 1 to 5."""
+"""Keys or rows of the requests after the block. The requests at its beginning have 1 to 5."""
 _FEW_OF_EACH = 5
 
 
 def many_request_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key; in decode and extend."""
+    """Cases of decode and extend, derived from ``small``, a case with little work for each row and key."""
     one = small.with_changes(layers=Layers(1), layout="shuffled", data="gauss")
     lens = (*(1 + i * _FEW_OF_EACH // _BLOCK for i in range(_BLOCK)), *_MORE)
     if small.heads.layout.wide_rows:

@@ -1,4 +1,4 @@
-"""The minimal case of a mode: one request, and the least of everything that is declared."""
+"""The minimal case of a mode: one request, with the smallest declared values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Simplest:
 def drawn_case(draws: Draws, declared: Capabilities, mode: ForwardMode) -> Case:
     """A case of values that each feature draws. Raises ``ValueError`` if the capabilities leave no head layout."""
     if not smallest_heads_first(declared):
-        raise ValueError(f"{mode} is declared, and no head layout with it")
+        raise ValueError(f"{mode} is declared, but no head layout that goes with it is")
     values: dict[str, Any] = {"rows": minimal_rows(mode)}
     for feature in FEATURES:
         if not isinstance(feature.random, Without):

@@ -1,4 +1,4 @@
-"""Cases by name, which no covering array is sure to meet: long, wide, many, mixed; and what they are made of."""
+"""Cases that a covering array may not contain: long, wide, many and mixed requests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..contract import Capabilities, ForwardMode
 from .layer_options import takes_window, with_options
 
 MOST_USUAL_ROWS = 6
-"""Rows of a request that a covering array goes up to."""
+"""The most rows of a request in a covering array."""
 _BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
-"""40 nodes: more than fit a 32-bit word of a packed mask."""
+"""A tree of 40 nodes, more than the bits of a 32-bit word of a packed mask."""
 _CHUNKS_PAST = 7
 """Window, if it is declared, that is shorter than a chunk of a prompt."""
 
@@ -31,7 +31,8 @@ _SEVERAL = (32, 128, 64, 16, 63)
 
 
 def named_from(cases: Sequence[Case]) -> Case:
-    """Base of the named cases: the first one that is not of MLA, which is too slow for the longest; else the first."""
+    """Base of the named cases: the first case that is not of MLA, which is too slow for the longest requests; otherwise
+    the first case."""
     return next((case for case in cases if not case.heads.layout.wide_rows), cases[0])
 
 
@@ -49,14 +50,14 @@ def without_options_of(declared: Capabilities, base: Case) -> Case:
 
 
 def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
-    """Cases that no covering array is sure to meet."""
+    """Cases that a covering array may not contain."""
     minimal = without_options_of(declared, base)
     # In smoke once, not once per mode: it costs as much as all other graph cases of a mode together.
     supported = declared.graph if len(declared.graph) > 1 else declared.graph | declared.eager
     hosts = supported - {ForwardMode.DRAFT_DECODE}
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
     if mode in hosts and len(supported) > 1 and not alone:
-        # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
+        # A branching tree, so that a mask which one mode leaves in a buffer is wrong for every other.
         branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
         rows = Verify(branching(4)) if branches else minimal.rows
         several = minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
@@ -106,7 +107,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
 
 
 def _long_with_options(declared: Capabilities, minimal: Case) -> Case:
-    """All declared options, at a length where kernels take another path (split keys), next to a short request."""
+    """All declared options, at a length at which kernels split keys, next to a short request."""
     optional = with_options(declared, minimal, 700)
     return optional.of_requests(
         (1500, 70),
@@ -119,12 +120,12 @@ def _long_with_options(declared: Capabilities, minimal: Case) -> Case:
 
 
 def _heads_like(declared: Capabilities, minimal: Case) -> list[Heads]:
-    """The declared layouts that can take the place of ``minimal``'s: MLA for MLA, any other for any other."""
+    """The declared layouts that can replace the layout of ``minimal``: MLA for MLA, and any other layout otherwise."""
     return [heads for heads in typical_heads(declared) if alike(heads, minimal.heads)]
 
 
 def smallest_of(declared: Capabilities, minimal: Case) -> Case:
-    """Returns the case with the least declared work for each row and key, for cases with very many of them."""
+    """Return the case with the least declared work for each row and key, for cases with very many rows or keys."""
     return minimal.with_changes(
         heads=min(_heads_like(declared, minimal), key=lambda heads: (heads.kv_heads, heads.q_heads)),
         head_dim=minimal.head_dim if minimal.heads.layout.values_in_keys else min(declared.head_dims),
@@ -149,14 +150,15 @@ def _fewest(rows: Rows) -> Rows:
 
 
 def _many_requests(declared: Capabilities, minimal: Case) -> Case:
-    """More requests than a warp has lanes, and than a block of 128 threads: those sum offsets and make schedules."""
+    """More requests than a warp has lanes, and more than a block of 128 threads: warps and blocks sum offsets and make
+    schedules."""
     small = smallest_of(declared, minimal)
     rows = small.rows.counted((1,) * 66 + (small.width,) * 66)
     return small.of_requests((3,) * 45 + (1,) * 43 + (9,) * 44, rows=rows, data="gauss")
 
 
 def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
-    """A prompt of several tiles of rows among rows that decode; and chunks of requests that share their prefixes."""
+    """A prompt of several tiles of rows among decode rows; and chunks of requests that share prefixes."""
     rows, page = min(MOST_NEW_TOKENS, declared.max_extend_tokens), minimal.page_size
     small = smallest_of(declared, minimal).with_changes(page_size=page, data="gauss")
     among_decodes = (1, rows, 1)
@@ -177,8 +179,8 @@ _LOOP_WINDOW, _LOOP_ROUNDS, _LOOP_PAGE = 11, 6, 16
 
 
 def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
-    """The greedy-equivalence loop of a chain and, from core on, of two branches where trees are declared as well, with
-    the options of layers and the pool of FP8 that are declared.
+    """The greedy-equivalence loop of a chain and, from core on, of two branches if trees are declared, too, with the
+    declared options of layers and a declared pool of FP8.
     """
     if not _has_loops(declared):
         return
@@ -191,7 +193,7 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
 
 
 def verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
-    """The greedy-equivalence loop of target-verify, with the options of layers and the KV groups that are declared."""
+    """The greedy-equivalence loop of target-verify, with the declared options of layers and KV groups."""
     nodes = min(4, declared.max_q_rows)
     if not _has_loops(declared) or nodes < 2 or not minimal.tree:
         return
@@ -220,7 +222,8 @@ def _of_loop(declared: Capabilities, minimal: Case, rows: Rows) -> Case:
 
 
 def _with_loop_options(declared: Capabilities, small: Case) -> Case:
-    """A loop with the options that all of its modes take. A window is shorter than some of its texts."""
+    """A loop with the options that are declared in all of its modes. A window is shorter than some of the loop's
+    texts."""
     found = with_options(declared, small, max(_LOOP_WINDOW, declared.windows.smallest)).with_changes(rows=small.rows)
     longer = found.with_changes(prefixes=(max(found.prefixes[0], found.window + 2), *found.prefixes[1:]))
     unwindowed = found.with_changes(window=-1, layer_windows="any")

@@ -1,7 +1,6 @@
-"""Declared features that no case has, or no case has together, and what excludes them.
-
-Counted here are options that are declared, and server variants. ``excludes`` of their traits says why some have no case
-together. A pair without a reason and without a case is a gap of the catalogue.
+"""Declared features that no case has, or no case has together, and the reason. Features are declared options and server
+variants. ``excludes`` of their traits says why two have no case together. A pair without a reason and without a case is
+a gap in the catalogue.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from ..cases.traits import TRAITS, exclusions
 from ..contract import Capabilities, ForwardMode
 from .not_covered import DECLARED_VALUES
 
-_OPTIONS = "selections without a key, and with -1 before keys, are made by the kit, and an indexer makes neither"
+_OPTIONS = "only the kit makes selections without a key or with -1 before keys; an indexer makes neither"
 _RULES = (
     *exclusions(),
-    ("-1 before selected keys", "layers that use the selection of another", _OPTIONS),
-    ("rows without a key", "layers that use the selection of another", _OPTIONS),
+    ("-1 before selected keys", "layers that use another layer's selection", _OPTIONS),
+    ("rows without a key", "layers that use another layer's selection", _OPTIONS),
 )
-_ALONE = "it has only small cases of its own, because one of them costs as much as several others"
+_ALONE = "it has only small cases of its own, because such a case costs as much as several others"
 _FROM = "server."
 _GROUPS = "KV groups"
 
@@ -35,7 +34,7 @@ class NeverTogether:
 
     features: tuple[str, ...]
     why: str
-    """The reason for which no case has them; empty for a gap."""
+    """The reason why no case has them; empty for a gap."""
 
 
 def never_together(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[NeverTogether]:
@@ -59,8 +58,8 @@ def never_together(declared: Capabilities, mode: ForwardMode, cases: Sequence[Ca
 def describe_never_together(
     declared: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Features that no case has, and those that no case has together: a phrase for each, with the modes if it is not
-    so in all, and with the reason if there is one."""
+    """Features that no case has, and features that no case has together: a phrase for each, with the modes if it does
+    not hold in all, and with the reason if there is one."""
     found: dict[tuple[tuple[str, ...], str], list[ForwardMode]] = {}
     for mode in modes:
         for gap in never_together(declared, mode, cases):
@@ -121,7 +120,7 @@ def features(declared: Capabilities, mode: ForwardMode, plain: Case) -> Mapping[
 
 
 def _is_declared(variant: ServerVariant, declared: Capabilities, plain: Case) -> bool:
-    """True if it has cases made of ``plain``, or would have one that is excluded."""
+    """True if the feature has cases derived from ``plain``, or would have one that is excluded."""
     try:
         return any(variant.cases(declared, plain))
     except ValueError:
@@ -129,7 +128,7 @@ def _is_declared(variant: ServerVariant, declared: Capabilities, plain: Case) ->
 
 
 def _common(cases: Sequence[Case]) -> frozenset[str]:
-    """Things and server variants that all of ``cases`` have."""
+    """Features and server variants that all of ``cases`` have."""
     if not cases:
         return frozenset()
     return frozenset(name for name, trait in TRAITS.items() if all(map(trait.has, cases)))

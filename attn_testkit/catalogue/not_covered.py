@@ -1,7 +1,8 @@
 """Declared values that a list of cases tries, counted from the cases themselves.
 
-A value is tried by a case that would show a backend which is wrong at that value: a page size by a request of more than
-one page, a number of query rows by a request of that many. It is tried in each mode, because kernels are chosen by it.
+A case tries a value if a backend that is wrong at this value fails the case: a page size by a request of more than one
+page, a number of query rows by a request of that many. Each mode has to try a value, because kernels are chosen by
+mode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DECLARED_VALUES: Mapping[str, Covered] = {
         (covered for feature in FEATURES for covered in feature.covered), key=_bounds_with_cases_first
     )
 }
-"""Name -> kind of declared value, in the order in which they are read, and are given small cases
+"""Name -> kind of declared value, in the order in which they are checked and get small cases
 (``catalogue/cases_for_uncovered.py``): numbers of rows first, so that wide groups join the case with the most rows."""
 
 
@@ -38,7 +39,7 @@ def is_tried(covered: Covered, declared: Capabilities, case: Case, value: Value)
 def not_covered(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[tuple[str, Value]]:
     """Declared values that none of ``cases`` tries in ``mode``: names of ``DECLARED_VALUES`` and values, sorted.
 
-    ``cases`` of other modes count for nothing. A mode that is not declared lacks nothing.
+    ``cases`` of other modes are ignored. For an undeclared mode the result is empty.
     """
     if mode not in declared.eager | declared.graph:
         return []
@@ -55,8 +56,9 @@ def not_covered(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]
 def describe_not_covered(
     declared: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case], each: bool = False
 ) -> tuple[str, ...]:
-    """Values that ``not_covered`` finds in ``modes``, in words: one phrase for the values of a capability that the same
-    modes lack. ``each``: only values of which every single one is tried, no bounds and no ranges of numbers."""
+    """Values that ``not_covered`` finds in ``modes``, in words: one phrase for the values of a capability that are
+    missing in the same modes. ``each``: only capabilities of which every value is tried, without bounds and ranges of
+    numbers."""
     lacking: dict[tuple[str, Value | None], list[ForwardMode]] = {}
     for mode in modes:
         own = [case for case in cases if case.mode is mode]
@@ -84,7 +86,7 @@ def _words(declared: Capabilities, capability: Covered, value: Value, own: Seque
 
 
 def _listed(values: Sequence[Value]) -> str:
-    """``2, 4-7, 16``: three numbers and more that follow each other are a range."""
+    """``2, 4-7, 16``: three or more consecutive numbers are a range."""
     runs: list[list[Value]] = []
     for value in values:
         last = runs[-1][-1] if runs else None

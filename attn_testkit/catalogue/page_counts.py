@@ -1,4 +1,5 @@
-"""Decode of 1 to 17 pages, each number with a tail and some full, for each group of heads and dtype of the KV pool."""
+"""Decode of 1 to 17 pages, each with a partly filled last page and some with a full one, for each group of heads and
+dtype of the KV pool."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _WIDE = 16
 
 
 def page_count_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Kernels are written for a group and a dtype, and choose by pages: one was NaN at 16 pages with a tail, for groups
-    of 16 and FP8 only (ATOM #2211). Made of ``small``; head dims and dtypes of the model alternate.
+    """Cases derived from ``small``; head dims and dtypes of the model alternate. Kernels are written for a group and a
+    dtype, and branch on the number of pages: one gave NaN at 16 pages with a partly filled last page, only for groups
+    of 16 and FP8 (ATOM #2211).
     """
     if small.mode is not ForwardMode.DECODE:
         return
@@ -47,7 +49,7 @@ def page_count_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def groups_of_pages(declared: Capabilities) -> set[int]:
-    """Query heads a KV head of those cases that have several KV heads; none where they are longer than is declared."""
+    """Query heads per KV head of the cases with several KV heads; none if these cases are longer than declared."""
     longest = (_MOST_PAGES + 1) * nearest(declared.page_sizes, _PAGE)
     layouts = _layouts(declared, one_row=False) if longest < declared.max_context_len else ()
     return {heads.q_heads // heads.kv_heads for heads in layouts if heads.family == "gqa"}

@@ -23,7 +23,7 @@ def pool_layout_cases(
     # In pages of one slot most layouts are alike.
     page = next((page for page in pages if page > 2), pages[-1])
     for name in wanted:
-        # More than a page, and more than another; pages that lie in no order.
+        # More than a page, and more than another; pages in no order.
         prefixes = (2 * page + 1, page + max(1, page // 2), 3)
         rows = small.rows.counted((*small.new[:2], *small.new[:1]))
         of_pool = small.with_changes(

@@ -1,7 +1,7 @@
-"""Rows of one request on both sides of where something changes: of splits of the keys, of tiles of rows x heads.
+"""Rows of one request on both sides of a boundary: of splits of the keys, or of tiles of rows x heads.
 
-A kernel that asks a request's first row, or its last, how many splits there are is right for as long as all of them
-say the same. One that packs the heads of a KV head into tiles of rows is right until a tile begins inside a row.
+A kernel that asks a request's first row, or its last, how many splits there are is correct as long as all rows have the
+same number. A kernel that packs the heads of a KV head into tiles of rows is correct until a tile begins inside a row.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _EDGES = (256, 512, 1024)
 """Keys at which kernels and planners are known to begin another split, tile or path."""
 _ROWS = 4
 _ODD_GROUPS = (7, 5, 6)
-"""No power of two, as 28 query heads over 4 KV heads are."""
+"""Group sizes that are not powers of two, such as 28 query heads over 4 KV heads."""
 _PACKED = 200
-"""Packed rows that are more than one full tile of 128."""
+"""Number of packed rows, more than one full tile of 128."""
 _MOST_ROWS = 40
 _PREFIXES = (107, 20)
-"""The rows of the first request end beyond 128 keys."""
+"""Prefixes; the rows of the first request end after 128 keys."""
 _TILES, _NARROW = (32, 64, 128), 11
 _DRAFTS_OF_A_KERNEL, _LENGTHS_IN_TURN, _WINDOW = 8, tuple(range(21, 33)), 7
 _ONE_ROW = (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE)
 
 
 def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with as little work for each row and key as is declared."""
+    """Cases derived from ``small``, a case with as little work for each row and key as the declaration allows."""
     rows = min(_ROWS, most_rows(declared, small.mode))
     codes = small.with_changes(data=CODES, layout="shuffled")
     if small.mode is ForwardMode.DECODE:
@@ -51,7 +51,7 @@ def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[C
         begins = small.with_changes(data="gauss", layout="shuffled")
         begins = _with_rows(begins, rows, tuple(tile + _NARROW - 2 for tile in _TILES))
         yield with_options(declared, begins, max(_NARROW, declared.windows.smallest))
-    # With the edge before, in and behind the rows.
+    # With the edge before, in and after the rows.
     yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
     if small.heads.layout.wide_rows:
         return
@@ -63,7 +63,7 @@ def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[C
 
 
 def _with_rows(case: Case, rows: int, prefixes: tuple[int, ...]) -> Case:
-    """Requests with so many rows each; where a mode lists them the last one has fewer."""
+    """Requests with this many rows each; if a mode lists rows per request, the last one has fewer."""
     new = (*(rows,) * (len(prefixes) - 1), max(1, rows - 1))
     of_case = case.rows
     if isinstance(of_case, Extend):

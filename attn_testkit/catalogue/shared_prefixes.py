@@ -1,4 +1,5 @@
-"""Many requests with a long prefix in common: servers attend it once for all of them, and each one's own rest apart."""
+"""Many requests with a long common prefix: servers attend to it once for all requests, and to the rest of each request
+separately."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from ..contract import Capabilities
 from .layer_options import with_options
 
 _PREFIXES = (560, 601, 577, 1040, 561, 700, 563, 641, 624)
-"""vLLM cascades from 8 requests and 256 tokens on; as many are common where prefixes part half-way, too."""
+"""vLLM uses a cascade from 8 requests and 256 common tokens on; even prefixes that diverge half-way have as many in
+common."""
 _PAGE = 16
 
 
 def shared_prefix_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """A plan for the common prefix has one request, and is easily made for all (vLLM #17283). A cascade of two calls,
-    whose results are merged, forgets what one call has: sinks (vLLM #26325), caps, scales of FP8. Windows turn it off.
-    Made of ``small``.
+    """Cases derived from ``small``. A plan for the common prefix has one request, and may be made for all requests by
+    mistake (vLLM #17283). A cascade of two calls, whose results are merged, may lack what one call has: sinks (vLLM
+    #26325), caps, scales of FP8. Windows disable a cascade.
     """
     shared = small.of_requests(
         _PREFIXES,

@@ -1,4 +1,4 @@
-"""Cases of layers with a recurrent state: a covering array over what is declared, lengths of chunks, and exact data."""
+"""Cases of layers with a recurrent state: a covering array over declared values, lengths of chunks, and exact data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _prompts(width: int) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]
     """Name -> tokens before the step and tokens of it. ``width``: W."""
     short = max(width - 2, 1)
     return {
-        # A fresh prompt of one token next to others: it must not be taken for a decode (vLLM #51562).
+        # A fresh prompt of one token next to others: it must not be treated as a decode (vLLM #51562).
         "one fresh token": ((0, 17, 0), (1, 1, 9)),
         # Shorter than the window: a part of the window before it stays.
         "within the window": ((30, 0, 5, 0), (short, short, max(width - 1, 1), width)),
@@ -52,8 +52,8 @@ def _prompts(width: int) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]
 
 _LONG = ((0, 11), (2 * _CHUNK + 1, 2 * _CHUNK - 1))
 _MANY_CHUNKS = {"core": 5 * _CHUNK + 1, "full": 32 * _CHUNK + 1}
-"""Tokens of a prompt whose first tokens no state shows any longer. A backend in torch takes a minute for those of full
-on a CPU.
+"""Tokens of a prompt whose first tokens no longer show in the state. In full, a backend in torch needs a minute for
+them on a CPU.
 """
 _WITHOUT_ROWS = ((9, 30, 0, 64, 9, 70, 0, 5), (0, 3, 20, 0, 0, _CHUNK + 2, 1, 0))
 """Prompts of which some have no token in this step: the first, the last, and two next to each other."""
@@ -184,7 +184,7 @@ def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterato
 
 
 def _with_softmax(declared: Capabilities, case: Case) -> Case:
-    """The case, with softmax layers in turn if the backend is one of hybrid models."""
+    """The case, with alternating softmax layers if the backend runs hybrid models."""
     if declared.state is None or not declared.state.hybrid:
         return case
     # One layer would be one of a single kind.
@@ -236,14 +236,14 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
 _GRID_HEADS, _GRID_REQUESTS = 64, 1024
 """Value heads and requests whose product is more than 65,535, the largest y and z of a grid."""
 _MOST_ELEMENTS = 1 << 24
-"""Elements of their states in a layer: with heads of 16 by 16 a run takes 5 GB, and with those of 64 it would take 16
-times as much.
+"""The most elements of their states in a layer: with heads of 16 by 16 a run needs 5 GB, and with heads of 64 by 64 it
+would need 16 times as much.
 """
 
 
 def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
-    """A prefill of one row for each of more requests than a grid of requests and value heads takes, if heads as narrow
-    as that are declared (flash-linear-attention #1077).
+    """A prefill of one row each for more requests than a grid of requests and value heads allows, if such narrow heads
+    are declared (flash-linear-attention #1077).
     """
     assert declared.state is not None
     values, keys = min(declared.head_dims), min(declared.state.k_dims)
@@ -259,14 +259,15 @@ def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> It
 
 
 _HOSTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE)
-"""Modes whose case names an instance of several, the preferred one first."""
+"""Modes whose case may define an instance for several modes, the preferred one first."""
 _BRANCHING = Tree((0, 1, 0, 3))
 
 
 def _multi_mode(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
-    """All declared modes on one instance, as a server has them: prompts, whose states are copied for a prefix cache if
-    that is declared, next to decodes and drafts (sglang #34043). Of the first kind, and of the last; with a slot for
-    each node of a draft (vLLM #53051, #52792), of the first only if there are those with a commit.
+    """All declared modes on one instance, as in a server: prompts next to decodes and drafts (sglang #34043). If
+    snapshots are declared, the states of prompts are copied for a prefix cache. There are cases of the first kind and
+    of the last. With a slot for each node of a draft (vLLM #53051, #52792), the first kind has one only if there are
+    also cases with a commit.
     """
     assert declared.state is not None
     supported = declared.graph | declared.eager
@@ -281,14 +282,14 @@ def _multi_mode(declared: Capabilities, mode: ForwardMode, first: Case) -> Itera
 
 
 def _of_all_modes(declared: Capabilities, plain: Case, rollback: str) -> Case:
-    """A case that names an instance of all declared modes. ``plain``: of its mode and heads."""
+    """A case that defines an instance for all declared modes. ``plain``: a case of its mode and heads."""
     assert declared.state is not None
     # Little work for each row: three modes on an instance take minutes where kernels are interpreted.
     keys, snapshots = min(declared.state.k_dims), min(declared.state.snapshots, default=0)
     case = _of_shape(plain, k_dim=keys, snapshots=snapshots if rollback == "commit" else 0, rollback=rollback)
     case = case.with_changes(head_dim=min(declared.head_dims), layers=Layers(1))
     if plain.tree is not None:
-        # Links of its nodes, which stay behind, are wrong for every other mode.
+        # Links of its nodes, which stay in a buffer, are wrong for every other mode.
         branches = plain.heads.family in declared.state.trees and declared.max_topk >= _BRANCHING.topk
         fits = branches and rollback == "commit" and len(_BRANCHING) <= declared.max_q_rows
         case = case.with_changes(rows=Verify(_BRANCHING if fits else chain(min(4, declared.max_q_rows))))
@@ -296,7 +297,7 @@ def _of_all_modes(declared: Capabilities, plain: Case, rollback: str) -> Case:
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
-    """A small case of a kind, with the widest convolution, and with default conventions where they are declared."""
+    """A small case of a kind, with the widest convolution, and with default conventions if they are declared."""
     assert first.state is not None
     assert declared.state is not None
     width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)
@@ -317,13 +318,13 @@ def _of_shape(case: Case, **changes: Any) -> Case:
 
 
 def _kinds(declared: Capabilities) -> list[Heads]:
-    """Heads of each declared kind, those with the most value heads of a key head."""
+    """Heads of each declared kind, with the most value heads per key head."""
     by_kind: dict[str, Heads] = {heads.family: heads for heads in state_heads(declared)}
     return list(by_kind.values())
 
 
 def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
-    """Base of the small cases of declared values that ``state_cases`` leave: exact data in extend, which show a lost
+    """Base of small cases for declared values that ``state_cases`` do not try: exact data in extend, which show a lost
     token of the longest prompt.
     """
     case = _plain(declared, first, _kinds(declared)[0])
@@ -337,7 +338,7 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
 
 
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
-    """Exact data of each kind: what a token did is seen in the state at any length."""
+    """Exact data for each kind: the effect of a token shows in the state at any length."""
     done = set[bool]()
     for index, heads in enumerate(_kinds(declared)):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
@@ -359,11 +360,11 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
 
 
 _TREES = (Tree((0, 0, 1, 1, 3)), Tree((0, 0, 0, 2, 2)), Tree((0, 1, 0, 3)), Tree((0, 0)))
-"""Drafts that branch: below the window of a convolution of 4, at its length and above it."""
+"""Drafts that branch, with depths below the window of a convolution of 4, equal to its length, and above it."""
 
 
 def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
-    """Drafts that branch, for kinds whose layers go by them: states and windows of parents, and their commit."""
+    """Drafts that branch, for kinds whose layers support trees: states and windows of parents, and their commit."""
     assert declared.state is not None
     trees = [tree for tree in _TREES if tree.topk <= declared.max_topk and len(tree) <= declared.max_q_rows]
     for heads in _kinds(declared):
@@ -386,7 +387,7 @@ _LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS, _LOOP_WIDTH = (_CHUNK + 2, 33, 1), 4,
 
 
 def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
-    """Greedy-equivalence loops with each rollback; of a hybrid model also with each kind, from core on."""
+    """Greedy-equivalence loops with each rollback; from core on, a hybrid model also has one with each kind."""
     assert declared.state is not None
     nodes, rollbacks, kinds = min(_LOOP_NODES, declared.max_q_rows), _rollbacks(declared), _kinds(declared)
     if tier == "smoke" or nodes < 2:
@@ -408,7 +409,8 @@ _WIDEST = 128
 
 
 def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
-    """Slots at both ends of a pool of more than 2^31 elements: 4 to 9 GB of a GPU, of which very little is used.
+    """Slots at both ends of a pool of more than 2^31 elements: they need 4 to 9 GB of a GPU, of which very little is
+    used.
 
     Core has one kind in decode and extend; full has each kind in every mode.
     """
@@ -428,13 +430,13 @@ def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Ca
 
 
 _CACHED = ((37, 20, 20, 0, 37), (9, 3, 17, 6, 2))
-"""Prompts that continue cached ones of two lengths, next to a fresh one."""
+"""Prompts that continue cached prompts of two lengths, next to a fresh prompt."""
 _ROOM = 33
 """Most tokens of a cached prompt: two chunks of 16, and one more."""
 
 
 def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
-    """Requests that continue states of a prefix cache: of the first kind, on exact data, and of the last."""
+    """Requests that continue states of a prefix cache: for the first kind, on exact data, and for the last kind."""
     assert declared.state is not None
     if mode is not ForwardMode.EXTEND:
         return
@@ -450,7 +452,7 @@ def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterat
 
 
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
-    """Batches and lengths that no covering array is sure to meet."""
+    """Batches and lengths that a covering array may not contain."""
     for heads in _kinds(declared):
         case = _plain(declared, first, heads)
         if mode is not ForwardMode.EXTEND:

@@ -2,9 +2,9 @@
 
 ``smoke`` meets every value of every feature, and everything that is declared, once, ``core`` every pair of values,
 ``full`` every triple. An instance has several values of some features, in its layers and its replays
-(``Columns.inside``): core pairs them there. Features hold only declared values, and of long capabilities only some of
-them. From core on the other values get a small case each (``cases_for_uncovered.py``); values that no case covers are
-named (``not_covered.py``).
+(``Columns.inside``): core pairs them there. Columns contain only declared values, and for capabilities with many values
+only some of them. From core on, each of the other values gets a small case (``cases_for_uncovered.py``); values that no
+case covers are named (``not_covered.py``).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from .uniform_batches import uniform_batch_cases
 def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
     """The cases of a tier for one mode of a backend with these capabilities, always in the same order.
 
-    ``tier``: a name of ``TIERS``, else ``KeyError``. Empty where nothing that is declared can be tried. ``seed``: other
-    data, slots and choices for the same cases.
+    Raises ``KeyError`` if ``tier`` is not in ``TIERS``. The result is empty if no declared value can be tried.
+    ``seed``: other data, slots and choices for the same cases.
     """
     if declared.state is not None:
         # Their lengths, data and conventions are others: chunks instead of pages, decays instead of logits.
@@ -104,8 +104,8 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
 
 
 def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, found: Sequence[Case]) -> Iterator[Case]:
-    """Cases that come after all others: made of ``base``, which has little work for each row and key. ``found``: those
-    of the array."""
+    """Cases that come after all others, derived from ``base``, which has little work for each row and key. ``found``:
+    cases of the array."""
     if tier != "smoke":
         yield from variant_cases(declared, base)
         yield from split_cases(declared, base)

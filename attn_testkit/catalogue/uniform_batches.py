@@ -18,15 +18,16 @@ from ..contract import Capabilities, ForwardMode
 _EQUAL_PROMPT = 96
 _GROUPS, _MLA_HEADS = (2, 4, 8, 32), (128,)
 _LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)
-"""Prefixes beyond what is known to begin another path. With its row the second is a multiple of all tiles and pages."""
+"""Prefixes at which every known kernel uses its code path for long requests. Together with its row, the second is a
+multiple of all tiles and pages."""
 _MANY_KV_HEADS = 32
 _BEHIND_A_TILE, _BUCKET = 130, 10
-"""Rows of a lone request that fill its graph. Less one for each other request of the bucket they are no more than a
-tile of 128."""
+"""Rows of a lone request that fill its graph. Without one row for each other request of the bucket they fit a tile of
+128."""
 
 
 def uniform_batch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key."""
+    """Cases derived from ``small``, a case with little work for each row and key."""
     small = small.with_changes(page_size=usual_page(declared), data="gauss", layout="shuffled")
     if small.mode is ForwardMode.EXTEND:
         rows = min(_BEHIND_A_TILE, most_rows(declared, small.mode))
@@ -38,7 +39,7 @@ def uniform_batch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _many_kv_heads(declared: Capabilities, like: Heads) -> Heads:
-    """Many KV heads, with as few query heads each as are declared."""
+    """Many KV heads, each with as few query heads as declared."""
     groups = sorted(declared.gqa_ratios - {1})
     if not like.layout.wide_rows and as_many(declared):
         return Heads(as_many(declared)[0].name, _MANY_KV_HEADS, _MANY_KV_HEADS)
@@ -48,8 +49,9 @@ def _many_kv_heads(declared: Capabilities, like: Heads) -> Heads:
 
 
 def _of_one_length(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Requests of one length; in decode with several groups of heads, in the other modes with one. A kernel for many
-    heads per KV head split keys from 1,024 on, and read those of the first request if nothing was masked (mlx #4431).
+    """Requests of one length; in decode with several groups of heads, in the other modes with one. One kernel for many
+    heads per KV head split keys from 1,024 on, and read the keys of the first request if nothing was masked (mlx
+    #4431).
     """
     one = small.with_changes(layers=Layers(1))
     if small.mode is not ForwardMode.DECODE:

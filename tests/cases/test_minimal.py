@@ -49,5 +49,5 @@ def test_what_stands_in_for_it_has_some_keys() -> None:
 
 
 def test_capabilities_that_leave_no_heads_are_said() -> None:
-    with pytest.raises(ValueError, match="decode is declared, and no head layout with it"):
+    with pytest.raises(ValueError, match="decode is declared, but no head layout that goes with it is"):
         minimal_case(CAPABILITIES.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)

@@ -319,7 +319,7 @@ def test_a_mode_that_is_declared_neither_eagerly_nor_in_graphs() -> None:
     assert not any(key.startswith("mode") for key in outside())
 
 
-OTHER_HEADS = "a layer of other heads than the first"
+OTHER_HEADS = "a layer whose heads differ from the first layer's"
 
 
 @pytest.mark.parametrize(

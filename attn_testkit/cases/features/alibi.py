@@ -36,8 +36,8 @@ def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, B
 
 
 def _slopes(case: Fields) -> Sequence[Changes]:
-    """Host tensors, one slope a query head. Layers differ, although those of a model do not: a kernel may not keep
-    one layer's for the next.
+    """Host tensors, one slope a query head. Layers have different slopes, although layers of a real model do not: a
+    kernel must not keep the slopes of one layer for the next.
     """
     if not case.alibi:
         return [{}] * case.layers.count
@@ -59,15 +59,15 @@ ALIBI = Feature(
             "ALiBi",
             lambda case: case.alibi,
             excludes={
-                "cross-attention layers": "an encoder key has no place in the order of the decoder's keys",
+                "cross-attention layers": "an encoder key has no position among the decoder's keys",
                 "noncausal": "a bias of keys that follow a row differs between servers",
                 "heads with their own scaling": "no model has both",
-                "soft cap": "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit",
-                "sinks": "a bias may be given up to a constant of the row, and a sink is compared with it",
-                "KV splits": "a bias may be given up to a constant of the row, and a log-sum-exp has it",
+                "soft cap": "FlashInfer caps the sum of logit and bias, but vLLM adds the bias to the capped logit",
+                "sinks": "kernels may shift the bias of a row by a constant, which changes the weight of a sink",
+                "KV splits": "kernels may shift the bias of a row by a constant, which changes the log-sum-exp",
                 "branching trees": "nodes of a tree have positions of their own",
-                "data that count keys": "a key that is farther has less weight",
-                "loop": "the model of a loop has no bias",
+                "data that count keys": "a more distant key has less weight",
+                "loop": "the model of a greedy loop has no bias",
                 "selected keys": "models with an indexer have rotary embeddings",
             },
         ),

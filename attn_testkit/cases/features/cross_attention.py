@@ -1,4 +1,5 @@
-"""Cross-attention layers: a row sees the keys that an encoder gave its request once, and none of the decoder's."""
+"""Cross-attention layers: a row sees the keys that an encoder stored once for its request, and no key of the
+decoder."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, B
 
 
 def _layers(case: Fields) -> Sequence[Changes]:
-    """Every second layer is a cross-attention layer, those that ``Layers.groups`` puts into the other KV group."""
+    """Every second layer is a cross-attention layer: the layers that ``Layers.groups`` puts into the other KV group."""
     if not case.encoder_len:
         return [{}] * case.layers.count
     crosses = [place % PERIOD == 1 for place in range(case.layers.count)]
@@ -43,9 +44,8 @@ def _layers(case: Fields) -> Sequence[Changes]:
 
 
 def _steps(case: Fields, plans: list[Plan]) -> list[Plan]:
-    """Give each request encoder keys, which come first of its keys. Those of the longest encoder are ``encoder_len``.
-
-    No request of a graph is without any, as SGLang's runner has it (``is_encoder_lens_supported``).
+    """Give each request encoder keys, which come before its other keys. The longest encoder has ``encoder_len`` of
+    them. Each request of a graph has some, as in SGLang's runner (``is_encoder_lens_supported``).
     """
     if not case.encoder_len:
         return plans
@@ -95,17 +95,17 @@ CROSS_ATTENTION = Feature(
                 "layers of one kind": "the decoder also has self-attention layers",
                 "sliding window": "SGLang's backends refuse them together, and no model has both",
                 "chunked-local layers": "no model has both",
-                "requests without rows": "a request begins with a row",
+                "requests without rows": "a request with an encoder begins with a row",
                 "sinks": "no model has both",
-                "selected keys": "an index is a place among the keys of the decoder",
-                "KV splits": "parts are those of the keys that all layers see",
+                "selected keys": "an index is a position among the keys of the decoder",
+                "KV splits": "KV splits divide the keys that all layers see",
                 "packed rows": "no model has both",
                 "heads with their own scaling": "no model has both",
                 "heads by layer": "no model has both",
                 "keys wider than values": "no model has both",
                 "multi-mode instance": "target-verify and drafts have no encoder",
                 "loop": "the model of a loop has no encoder",
-                "chunks": "encoder keys are those of requests that begin",
+                "chunks": "encoder keys belong to requests that begin",
                 "shared prefixes": "requests share no encoder",
                 "server variants": "conventions of servers are tried in models without an encoder",
             },

@@ -34,6 +34,7 @@ def found_next_to(module: str, kind: type[T]) -> tuple[T, ...]:
     if len(by_order) < len(found):
         same = sorted(value.order for value in found.values() if by_order[value.order] is not value)
         raise ValueError(
-            f"{package}: two {kind.__name__}s have the order {same[0]}; give one of them another order order order"
+            f"{package}: two {kind.__name__}s have the order {same[0]}; give one of them another order order order "
+            "order"
         )
     return tuple(by_order[order] for order in sorted(by_order))

@@ -1,4 +1,4 @@
-"""The width of a head; in MLA that of the latent row, and of the rope part behind it."""
+"""The width of a head; in MLA the widths of the latent row and of the rope part after it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like, with_layers
 
 _WIDEST, _WIDEST_OF_OTHERS = 512, 256
-"""Wider rows than the second are those of MLA."""
+"""Head dims that are wide; rows wider than the second number occur only in MLA."""
 _MOST_WIDER = 2
 """Numbers of further columns of keys that a covering array has."""
 _APART = {"nhd", OWN}
-"""KV layouts in which K and V may have their own widths."""
+"""KV layouts in which K and V may have different widths."""
 
 
 def _has_two_widths(declared: Capabilities) -> bool:
-    """True if a pool may have K and V of two widths: rows of a format have one."""
+    """True if a pool may have K and V of two widths; rows of a KV format have a single width."""
     return all((per_head(declared), declared.kv_layouts & _APART, declared.kv_dtypes - ROW_FORMATS.keys()))
 
 
@@ -71,7 +71,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
 
 
 def _wider(case: Fields) -> int:
-    """Columns of a key behind those of a value, outside MLA."""
+    """Columns that a key has more than a value, outside MLA."""
     return 0 if case.heads.layout.values_in_keys else case.rope_dim
 
 
@@ -109,10 +109,10 @@ HEAD_DIM = Feature(
             "keys wider than values",
             lambda case: case.rope_dim > 0 and not case.heads.layout.values_in_keys,
             excludes={
-                "K and V in one allocation": "there K and V have one width",
-                "heads by layer": "the heads of all layers lie in one tensor of values and keys",
-                "loop": "the model of a loop has one width",
-                "packed rows": "a row format has one width for K and V",
+                "K and V in one allocation": "in such a pool K and V have the same width",
+                "heads by layer": "the heads of all layers are in one tensor of values and keys",
+                "loop": "the model of a loop has the same width for K and V",
+                "packed rows": "a row format has the same width for K and V",
             },
         ),
     ),
@@ -192,7 +192,7 @@ HEAD_DIM = Feature(
         ),
         Covered(
             "wider keys",
-            "columns of keys behind those of values",
+            "columns by which keys are wider than values",
             lambda declared, mode: declared.wider_keys if _has_two_widths(declared) else (),
             lambda declared, case: _wider(case) or None,
             lambda declared, case, columns: of_others(declared, case, rope_dim=columns),

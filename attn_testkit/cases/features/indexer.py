@@ -238,7 +238,7 @@ INDEXER = Feature(
             _make,
         ),
         option(
-            "layers that use the selection of another",
+            "layers that use another layer's selection",
             lambda declared, mode: bool((indexer := _of(declared, mode)) and indexer.reuses_selections),
             lambda case: case.indexer is not None and case.indexer.reuse and case.layers.count > 1,
         ),

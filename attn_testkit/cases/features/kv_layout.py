@@ -16,7 +16,7 @@ from .rows import keys_of
 
 
 def usual_layout(declared: Capabilities) -> str:
-    """The layout of most cases: the first that is declared."""
+    """The layout of most cases: the first declared one."""
     return next(name for name in KV_LAYOUTS if name in declared.kv_layouts)
 
 
@@ -36,7 +36,7 @@ def _tried(declared: Capabilities, case: Fields) -> str | None:
 
 
 def _in_pages(declared: Capabilities, case: Fields, layout: str) -> Changes:
-    """Pages of several slots, and requests of more than one."""
+    """Pages of several slots, and requests of several pages."""
     page = next((page for page in sorted(declared.page_sizes) if page > 2), max(declared.page_sizes))
     return {"kv_layout": layout, "page_size": page, "prefixes": lens_beyond_a_page(page)}
 
@@ -63,7 +63,7 @@ KV_LAYOUT = Feature(
     explained=(
         Entry(
             "KV layout",
-            "How K and V lie in the memory of the pool. `nhd` is the default, and case ids do not write it.",
+            "The order of K and V in the memory of the pool. `nhd` is the default, and case ids do not write it.",
             also=("axis order", "kv_layout"),
             page="how-to/kv-layouts.md",
         ),
@@ -139,5 +139,5 @@ KV_LAYOUT = Feature(
         "kv_layout": draws.one_of([name for name in KV_LAYOUTS if name in declared.kv_layouts])
     },
     varies="instance",
-    apply=Without("The pool of the contract has the axes, and the harness makes one of this layout."),
+    apply=Without("The contract's pool defines the axes, and the harness makes a pool of this layout."),
 )

@@ -1,4 +1,4 @@
-"""KV splits: keys that are attended in parts, each with its log-sum-exp, and merged."""
+"""KV splits: attention to some keys at a time, each with a log-sum-exp; the results are then merged."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _COMBINED = {
 
 
 def _kind(case: Fields) -> str:
-    """One of ``contract.merging.SPLIT_KINDS``; empty for a case without parts."""
+    """One of ``contract.merging.SPLIT_KINDS``; empty for a case without splits."""
     return case.kv_splits.rstrip("0123456789")
 
 
 def splits_of(case: Fields) -> tuple[KVSplit, ...]:
-    """Splits in the order in which they are attended. The first stores the new rows, and has the sinks."""
+    """Splits in the order in which the backend attends to them. The first stores the new rows, and has the sinks."""
     kind = _kind(case)
     if kind == "prefix":
         # As servers do it: the new rows first.
@@ -96,7 +96,7 @@ def _size(case: Fields, minimal: Fields) -> Size:
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    """One number of ranks of each kind. KV splits are merged by the backend if it can."""
+    """One number of ranks for each kind of split. The backend merges KV splits if it can."""
     if not declared.lse:
         return {}
     merges = [kind for kind in ("prefix", "pages", "tokens") if declared.lse.merges]
@@ -121,7 +121,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
 
 def _wrong(case: Fields) -> str:
     if case.merged_by_backend and case.kv_splits in ("", "whole"):
-        return "a backend merges parts, and the case has none"
+        return "the backend merges KV splits, but the case has none"
     return ""
 
 
@@ -135,16 +135,16 @@ KV_SPLITS = Feature(
             lambda case: bool(case.kv_splits),
             excludes={
                 "multi-mode instance": "the other modes of the instance attend to all keys at once",
-                "loop": "generated tokens are those of a model that attends to all keys at once",
-                "KV groups": "each group has its own request table, and parts are those of one",
-                "heads by layer": "log-sum-exps of all layers lie in one tensor",
+                "loop": "the model of the loop attends to all keys at once",
+                "KV groups": "each KV group has its own request table, but KV splits belong to one",
+                "heads by layer": "log-sum-exps of all layers are in one tensor",
             },
         ),
         Trait(
             "KV splits of fewer keys",
             lambda case: case.kv_splits not in ("", "whole"),
             excludes={
-                "draft-decode": "branches have their own pages, and no rank has a part of them",
+                "draft-decode": "branches have their own pages, which are not divided among ranks",
             },
         ),
     ),
@@ -222,8 +222,8 @@ KV_SPLITS = Feature(
         ),
     ),
     simpler=of_fields("kv_splits", "merged_by_backend", size=_size, steps=_fewer),
-    undeclared=Without("No context asks for undeclared parts so far."),
+    undeclared=Without("So far no context asks for undeclared KV splits."),
     random=_random,
     varies="instance",
-    apply=Without("runner_modes/kv_splits.py is between model and backend, asks for each part and merges."),
+    apply=Without("runner_modes/kv_splits.py is between model and backend: it asks for each split and merges them."),
 )

@@ -38,7 +38,7 @@ _MOST_FIRST = 6
 
 
 def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> Changes:
-    """Layers of two alternating shapes, and the heads and head dim that hold both."""
+    """Layers of two alternating shapes, with heads and a head dim that contain both."""
     most = max(shape.num_qo_heads for shape in shapes)
     ratio = min(shape.num_qo_heads // shape.num_kv_heads for shape in shapes)
     family = "mha" if ratio == 1 else "mqa" if most == ratio else "gqa"
@@ -75,7 +75,7 @@ def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[C
 
 
 def _alone(case: Fields) -> Iterator[Changes]:
-    """Each layer by itself, with its id and the options that it has among the others."""
+    """Each layer by itself, with its id and its options."""
     options = zip(windows_of(case), capped(case), sinking(case), strict=True)
     for place, (window, has_cap, has_sinks) in enumerate(options):
         yield {
@@ -93,7 +93,7 @@ def _size(case: Fields, minimal: Fields) -> Size:
 
 
 def _kinds(case: Fields) -> str:
-    return "softmax layers between those with a state" if case.layers.hybrid else "states without softmax layers"
+    return "softmax layers between layers that keep a state" if case.layers.hybrid else "states without softmax layers"
 
 
 def _second_group(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -127,12 +127,12 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
     pool = pool_like(context, layers=layers)
     if pool is None:
         return None
-    return "a layer of other heads than the first", replace(context, layers=layers, kv_pool=pool)
+    return "a layer whose heads differ from the first layer's", replace(context, layers=layers, kv_pool=pool)
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    """Options in every second layer, or another combination of them in each, since the array of core does not pair
-    options; ids of a later pipeline rank; and two KV groups."""
+    """Columns for options in every second layer, or another combination of options in each layer (the array of core
+    does not pair options); for ids of a later pipeline rank; and for two KV groups."""
     found: dict[str, Sequence[Any]] = {"first_layer": [0, 5]}
     windows = mode in declared.windows.modes and declared.windows.layers != "same"
     if tier != "smoke" and (windows or declared.logit_cap or declared.sinks):
@@ -144,7 +144,7 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     encoder, first, varied = row.get("encoder_slots"), row.get("first_layer", 0), varies(row)
     groups = row.get("kv_groups", False) or encoder == "own_group"
     if groups and encoder == "first":
-        raise ValueError("encoder keys lie in a group of their own")
+        raise ValueError("encoder keys have a group of their own")
     return {"layers": Layers(3 if varied else PERIOD, first, groups, varied=varied)}
 
 

@@ -44,7 +44,7 @@ LOCAL_CHUNK = Feature(
             "chunked-local layers",
             lambda case: case.local_chunk > 0,
             excludes={
-                "sliding window": "a layer has one of them, and models have layers of one kind",
+                "sliding window": "a layer has a window or chunks, and models have only one kind",
                 "branching trees": "nodes of a tree have positions of their own",
             },
         ),

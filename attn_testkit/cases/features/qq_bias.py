@@ -16,7 +16,7 @@ _PHRASES = {"none": "", "own": "among the rows of each request", "shared": "amon
 
 
 QQ_BIASES = ("none", "own", "shared")
-"""Biases among the rows of a step: none, one of each request, or one for all requests."""
+"""Biases among the rows of a step: none, one for each request, or the same for all requests."""
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
@@ -62,12 +62,12 @@ QQ_BIAS = Feature(
                 "cross-attention layers": "encoder keys are not rows of the step",
                 "noncausal": "a bias hides the rows that follow a row",
                 "heads with their own scaling": "no model has both",
-                "no prompts or drafts to verify": "a bias is one among the rows of a prompt or a draft",
+                "no prompts or drafts to verify": "this bias is among the rows of a prompt or a draft",
                 "KV splits": "servers with a bias attend to all keys at once",
                 "multi-mode instance": "the other modes of the instance have no bias",
                 "chunks": "the bias of a prompt has columns for the rows of one step",
-                "data that count keys": "keys have other weights by their bias",
-                "loop": "the model of a loop has no bias",
+                "data that count keys": "the bias changes the weights of keys",
+                "loop": "the model of a greedy loop has no bias",
                 "selected keys": "models with an indexer have no bias",
             },
         ),

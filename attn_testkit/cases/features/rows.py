@@ -33,9 +33,9 @@ from .fewer_rows import fewer_rows
 from .numbers import MOST_REQUESTS, listed, numbers_word, read_numbers
 
 MOST_USUAL_ROWS = 6
-"""Rows of a request that a covering array goes up to."""
+"""The most rows of a request in a covering array."""
 MOST_ROWS = 256
-"""Query rows of a request: where more are declared, so many are tried."""
+"""Query rows of a request that are tried if more are declared."""
 MOST_NEW_TOKENS = 260
 """Most new tokens of a request in extend: more than two tiles of 128 rows."""
 _MOST_RANDOM_ROWS, _MOST_RANDOM_NEW, _MOST_RANDOM_BRANCHES = 12, 70, 4
@@ -43,7 +43,7 @@ _ROW_MODES = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2})
 _MOST_NODES = 4096
 """Nodes of a tree in a case id."""
 _MOST_ASKED = 1024
-"""No context asks for more rows than so many."""
+"""The most rows that a context asks for."""
 
 _TREES: tuple[Tree, ...] = (chain(4), Tree((0, 0, 1, 1, 3)), Tree((0, 1, 0, 3, 0, 5, 1)), Tree((0, 0, 0)))
 _DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(1, 2), Draft(4, 2), Draft(3, 6), Draft(1, 7))
@@ -83,7 +83,7 @@ def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
 
 
 def rows_of_two(mode: ForwardMode, rows: int, topk: int) -> Rows:
-    """``rows`` a request; in the modes that list them the second request has fewer than the first."""
+    """``rows`` rows per request; in modes that list rows, the second request has fewer than the first."""
     if mode is ForwardMode.DECODE:
         return Decode()
     if mode is ForwardMode.DRAFT_DECODE:
@@ -179,7 +179,7 @@ def _value(case: Fields) -> str:
 
 
 def _reset(case: Fields, minimal: Fields) -> Changes:
-    """Minimal rows; parts that have their own feature, such as chunks, stay."""
+    """Minimal rows. Parts that are a feature of their own, such as chunks, do not change."""
     kept = {name: getattr(case.rows, name) for name in ("rounds", "with_prefix", "chunks") if hasattr(case.rows, name)}
     return changed_rows(minimal.rows.counted(minimal.new * case.bs), **kept)
 
@@ -252,9 +252,9 @@ _UNDECLARED: tuple[Outside, ...] = (_undeclared_rows, _undeclared_children, _und
 def _wrong(case: Fields) -> str:
     rows = case.rows
     if isinstance(rows, Accepted | Extend) and len(rows.new) != case.bs:
-        return f"{rows.new}: counts must be one per request, and there are {case.bs} requests"
+        return f"{rows.new}: there must be one count per request, and there are {case.bs} requests"
     if isinstance(rows, Extend) and sum(rows.new) > case.bucket * rows.room:
-        return f"{sum(rows.new)} new tokens are more than the {case.bucket} x {rows.room} of their graph"
+        return f"{sum(rows.new)} new tokens are more than the {case.bucket} x {rows.room} rows of their graph"
     return ""
 
 

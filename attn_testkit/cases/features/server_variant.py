@@ -1,4 +1,4 @@
-"""Server variants (``cases/features/server/``): habits that some servers have and others do not."""
+"""Server variants (``cases/features/server/``): conventions that some servers have and others do not."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _IN_ARRAYS = tuple(word for word, each in SERVER_VARIANTS.items() if each.combin
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
-    """Half of the draws have one, whatever else is drawn, so that it can be made simple by itself; what it does not go
-    with gives way. Layers that are not causal have no window and no tree, which few cases happen to be without.
+    """Half of the draws have a variant, whatever else is drawn, so that it can be made simple by itself; settings that
+    exclude it are reset. Non-causal layers have no window and no tree, and few random cases lack both.
     """
     drawn = Fields(**so_far)
     chained = drawn.with_changes(

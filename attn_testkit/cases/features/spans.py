@@ -16,7 +16,7 @@ from .window import windows_of
 
 
 def spans_in(case: Fields, turn: int, prefix: int, new: int, seed: int) -> tuple[Span, ...]:
-    """Bidirectional spans of a request of a step; in decode those that its prompt had."""
+    """Bidirectional spans of a request of a step; in decode the spans of its prompt."""
     if case.spans is None:
         return ()
     windows = [w for w, has in zip(windows_of(case), _having(case), strict=True) if has and w >= 0]
@@ -27,7 +27,7 @@ def spans_in(case: Fields, turn: int, prefix: int, new: int, seed: int) -> tuple
 
 
 def _having(case: Fields) -> list[bool]:
-    """Layer by layer: true if it has spans. If layers differ, those with a window do, as in Gemma 4."""
+    """Flags of the layers: True for one with spans. If layers differ, those with a window have them, as in Gemma 4."""
     if case.spans is None or not case.spans.by_layer:
         return [case.spans is not None] * case.layers.count
     windowed = [window >= 0 for window in windows_of(case)]
@@ -65,7 +65,7 @@ def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    """Spans in the rows of the step, and spans of every declared kind; decode has only the second."""
+    """Columns for spans in the rows of the step, and for spans of every declared kind; decode has only the second."""
     spans = declared.spans
     if mode not in spans.modes:
         return {}
@@ -115,10 +115,10 @@ SPANS = Feature(
             "bidirectional spans",
             lambda case: case.spans is not None,
             excludes={
-                "cross-attention layers": "images go to the encoder or into the prompt",
+                "cross-attention layers": "images are either inputs of the encoder or part of the prompt",
                 "noncausal": "every row sees all keys already",
                 "heads with their own scaling": "no model has both",
-                "chunked-local layers": "no model has both, so no server says how they combine",
+                "chunked-local layers": "no model has both, so no server defines how they combine",
                 "ALiBi": "a bias of keys that follow a row differs between servers",
                 "selected keys": "models with an indexer are causal",
                 "multi-mode instance": "the other modes of the instance have no prompt with an image",
@@ -146,7 +146,7 @@ SPANS = Feature(
         ),
         Entry(
             "spansprefix",
-            "Some spans lie in the prefix, or begin there and end in the new rows.",
+            "Some spans are in the prefix, or begin there and end in the new rows.",
             page="how-to/spans.md",
         ),
         Entry("spanswide", "Some spans have more positions than a window, which narrows them.", page="how-to/spans.md"),
