@@ -11,7 +11,7 @@ from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 
 _LENS = (4097, 300, 33)
-"""Prefixes that are not multiples of a tile or of a page; the further requests are there so that a wrong read hits their
+"""Prefixes that are not multiples of a tile or of a page; other requests follow, so that a wrong read hits their
 keys."""
 _FEW_LENS = (1025, 33)
 _MLA_LENS = (1025, 300, 33)
