@@ -43,11 +43,11 @@ def declared(**changes: object) -> Capabilities:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"new": (3,)}, r"\(3,\): counts must be one per request, and there are 2"),
-        ({"new": ()}, r"\(\): counts must be one per request"),
+        ({"new": (3,)}, r"\(3,\): there must be one count per request, and there are 2"),
+        ({"new": ()}, r"\(\): there must be one count per request"),
         ({"new": (0, 0)}, r"new tokens \(0, 0\) must be 0 or more per request, and at least one in total"),
         ({"new": (3, -1)}, r"new tokens \(3, -1\) must be 0 or more"),
-        ({"new": (3, 4)}, "7 new tokens are more than the 2 x 3 of their graph"),
+        ({"new": (3, 4)}, "7 new tokens are more than the 2 x 3 rows of their graph"),
         ({"chunks": 0}, "0 chunks"),
     ],
 )

@@ -54,7 +54,7 @@ def test_rows_lie_at_both_ends_of_a_chunk_and_some_requests_have_rows_in_two(mod
     ("words", "message"),
     [
         ("local64-w4", "not in its usual form|chunked-local layers and sliding window"),
-        ("w4-local64", "chunked-local layers and sliding window: a layer has one of them"),
+        ("w4-local64", "chunked-local layers and sliding window: a layer has a window or chunks"),
         ("local0", "local chunk"),
     ],
 )

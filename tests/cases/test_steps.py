@@ -185,7 +185,10 @@ def test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pag
         if case.mode not in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE):
             assert longest == max(prefix for step in steps for prefix in prefixes(step)) + case.width
         room = schedule.max_context_len - longest
-        if case.derived("context-room"):
+        if case.encoder_len:
+            # The second step has other requests' encoders before the same decoder lengths.
+            assert room >= 0
+        elif case.derived("context-room"):
             assert room == 0
         else:
             assert page < room <= 2 * page

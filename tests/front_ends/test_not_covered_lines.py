@@ -144,7 +144,7 @@ def test_a_plan_counts_what_its_cases_leave_of_the_modes_it_runs() -> None:
     assert any(phrase.startswith("more than") and "query rows" in phrase for phrase in smoke)
     assert core == (
         "more than 66,001 of 1,048,576 tokens of context",
-        "more than 260 of 1,048,576 new tokens of a request (extend)",
+        "more than 520 of 1,048,576 new tokens of a request (extend)",
     )
     (decode,) = plan_run(backends=[spec], tier="smoke", device="cpu", modes=["decode"]).header.not_covered.values()
     assert not any("rows" in phrase or "(" in phrase for phrase in decode)
