@@ -80,6 +80,16 @@ KEYS = Feature(
             also=("prefixes", "prefix lengths"),
             numbers=True,
         ),
+        Entry(
+            "second",
+            "In an explained case: the step that follows the first one on the same instance, in eager.",
+            also=("second step",),
+        ),
+        Entry(
+            "oversized",
+            "In an explained case: an eager step with more requests than any graph, between replays.",
+            also=("above-graph batch",),
+        ),
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},
     values=Columns(
