@@ -131,7 +131,10 @@ def _replayed(
             harness.replay_graph(bucket.captured.graph)
         if between is not None:
             between()
+        state = captured_states(harness.context, graphs.static, staged.schedule.case.mode, step.bucket)
         if ahead is not None:
+            # A server commits the states of a draft before it writes the next step's indices into the static buffers.
+            commit_states(harness, staged, state, step.bucket)
             fill_static(graphs, ahead)
             following = view_of(graphs, ahead)
             plan = partial(harness.backend.init_forward_metadata_out_graph, following)
@@ -140,8 +143,8 @@ def _replayed(
             done_ahead()
         with blame("replay", label):
             torch.cuda.synchronize()
-        state = captured_states(harness.context, graphs.static, staged.schedule.case.mode, step.bucket)
-        commit_states(harness, staged, state, step.bucket)
+        if ahead is None:
+            commit_states(harness, staged, state, step.bucket)
     return staged, replaced, copied_into
 
 

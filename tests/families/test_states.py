@@ -165,6 +165,8 @@ CASES = [
     VERIFY.format("lightning2", "no_decay", 1, ".null.strided", "prod"),
     VERIFY.format("gdn2x2", "unit_keys", 4, ".slot0.kv.slots.strided", "stale"),
     VERIFY.format("mamba2x2", "unit_keys", 4, ".null.snap16", "prod"),
+    # The commit comes before the next step is planned over the indices that it reads.
+    VERIFY.format("mamba2x2", "unit_keys", 4, "", "prod") + "-overlap_scheduling",
     DECODE.format("kda2x2", "no_decay", 2, ".kv.snap64", "prod"),
     *(DECODE.format(kind, "mild_decay", 4, "", "stale") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
     DECODE.format("lightning2", "mild_decay", 1, ".slot0", "nan"),
