@@ -98,8 +98,8 @@ def test_jobs_are_as_many_as_memory_and_cores_have_room_for(memory, jobs):
         ({"quota": 2.0}, False, "this container may use 2 of 4 cores"),
         ({"memory": 3 * GIGABYTE, "limited": True}, False, "this container may use 3.0 GB of memory: room for 1 of 4"),
         ({"threads": "16"}, False, "OMP_NUM_THREADS is 16"),
-        ({"caches": {"/triton": 3, "/flashinfer": None}}, False, "nothing is kept yet in /flashinfer;"),
-        ({"caches": {"/triton": 0, "/flashinfer": 1}}, False, "nothing is kept yet in /triton;"),
+        ({"caches": {"/triton": 3, "/flashinfer": None}}, False, "no compiled kernel is stored yet in /flashinfer;"),
+        ({"caches": {"/triton": 0, "/flashinfer": 1}}, False, "no compiled kernel is stored yet in /triton;"),
     ],
 )
 def test_what_is_slow_is_said(changes, emulated, words):

@@ -109,7 +109,7 @@ def test_a_pool_of_wider_keys_keeps_k_and_v_in_memory_of_their_own() -> None:
 def test_other_layouts_have_k_and_v_of_one_width() -> None:
     with pytest.raises(ValueError, match="'hnd' has K and V of one width"):
         KVPool(8, 4, (layer(48, 16),), torch.float32, CPU, "hnd")
-    with pytest.raises(ValueError, match="one width"):
+    with pytest.raises(ValueError, match="the same width"):
         parse_case("decode-gqa2x2-d16r32-fp32-p4-k19.6-shuffled-gauss-kvhnd-b2prod")
 
 

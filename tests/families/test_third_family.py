@@ -104,13 +104,13 @@ def test_the_third_family_is_one_short_file(mean: ModuleType) -> None:
 
 def test_a_name_is_registered_once_and_features_have_to_exist(mean: ModuleType) -> None:
     register(mean.MEAN)
-    with pytest.raises(ValueError, match="there is another family 'mean'"):
+    with pytest.raises(ValueError, match="a family named 'mean' exists already"):
         register(replace(mean.MEAN))
     with pytest.raises(ValueError, match="no feature of cases is called speed"):
         register(replace(mean.MEAN, features=mean.MEAN.features | {"speed"}))
     with pytest.raises(ValueError, match="leaves out head dim, in which every case has a value"):
         register(replace(mean.MEAN, features=mean.MEAN.features - {"head dim"}))
-    with pytest.raises(ValueError, match="there is another head layout 'mha'"):
+    with pytest.raises(ValueError, match="a head layout named 'mha' exists already"):
         register_head_layout(HeadLayout("mha", "one"))
     with pytest.raises(ValueError, match="lower-case letters"):
         register_head_layout(HeadLayout("mean2", "one"))

@@ -86,7 +86,7 @@ def test_a_graph_drive_ends_with_eager_steps_replays_and_eager_steps_of_all_mode
         "eager decode",
     ]
     modes = ("decode", "extend", "target-verify")
-    assert [each for each in labels if "all replays" in each] == [f"eager {mode}, behind all replays" for mode in modes]
+    assert [each for each in labels if "all replays" in each] == [f"eager {mode}, after all replays" for mode in modes]
     assert sum(label.endswith("live, again, modes in turn") for label in labels) == 2
     assert not [plan for plan in plans if "extend" in plan and "eager" not in plan], "no graph of it is declared"
 

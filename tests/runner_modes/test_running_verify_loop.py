@@ -222,7 +222,7 @@ class TableOfTheFirstGroup(TorchNativeBackend):
         (in_verify(sinks=None), "sinks are ignored"),
         (in_verify(logit_cap=0.0), "soft cap is ignored"),
         (UnscaledInVerify, "k_scale of the FP8 pool is not applied"),
-        (TableOfTheFirstGroup, "something is kept"),
+        (TableOfTheFirstGroup, "a value cached in one stage is reused"),
     ],
     ids=["window", "sinks", "cap", "scale", "table"],
 )
@@ -240,7 +240,7 @@ def test_a_wrong_row_of_a_text_without_drafts_is_named_as_such() -> None:
 
     (finding,) = speak(KEYS.format(options=""), Decodes, ANY)[3]
     assert finding.step == "round 1, decode"
-    assert finding.headline.startswith("request 0, decoded without drafts, gets another result")
+    assert finding.headline.startswith("request 0, decoded without drafts, gets a different result in the loop")
 
 
 def test_what_is_missing_of_a_loop_is_not_silence() -> None:

@@ -36,7 +36,7 @@ BROKEN = [
     ("AcceptsAnything", "eager", FAST, "refuses-undeclared", "is not declared, yet the constructor accepted it"),
     ("TunesForEveryLength", "eager", FAST, "compiles-once", "each of 5 steps that differ only in lengths compiles"),
     ("SumsInAnyOrder", "eager", FAST, "repeatable", "different bits the second time"),
-    ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "other bits by itself"),
+    ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "different bits by itself"),
     ("RoundsDecodeDown", "eager", PROMPT, "mode-invariant", "different bits in decode than the same rows"),
     (
         "RoundsReplaysOfDecode",

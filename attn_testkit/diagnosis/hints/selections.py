@@ -90,7 +90,7 @@ def other_index_space(e: Evidence) -> str:
         )
     return (
         "no selected KV token is read, but other slots are. Indices of this case are positions in the request: "
-        "probably they are used as slots of the pool, and not looked up in the request table"
+        "probably they are treated as slots of the pool, and not looked up in the request table"
     )
 
 

@@ -16,7 +16,7 @@ out (jax #24495)."""
 _BLOCKS = (4, 17)
 """Rows of a draft block: few, and more than a tile."""
 _NEW = (20, 1, 3, 7)
-"""New tokens in extend; the last request is a whole prompt, as an encoder's are."""
+"""New tokens in extend. The last request is a whole prompt; a second batch has only whole prompts, as an encoder has."""
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
@@ -28,7 +28,11 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
         return
     if small.mode is ForwardMode.EXTEND:
         new = tuple(min(count, declared.max_extend_tokens) for count in _NEW)
-        found = [small.of_requests(_LENS, rows=Extend(new, room_for(new)))]
+        prompts = new[:3]
+        found = [
+            small.of_requests(_LENS, rows=Extend(new, room_for(new))),
+            small.of_requests((0,) * len(prompts), rows=Extend(prompts, room_for(prompts))),
+        ]
     else:
         blocks = dict.fromkeys(min(rows, declared.max_q_rows) for rows in _BLOCKS)
         found = [small.of_requests(_LENS, padded=1, rows=Verify(chain(n))) for n in blocks]

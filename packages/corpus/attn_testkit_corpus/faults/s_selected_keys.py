@@ -73,7 +73,7 @@ class SelectionOfTheRowBefore(SparseParent):
 
 
 @fault(
-    "general; sglang (PAGED and RAGGED top-k)", "reads-own-kv matches-oracle finite", "taken for slots|used as slots"
+    "general; sglang (PAGED and RAGGED top-k)", "reads-own-kv matches-oracle finite", "treated as slots|used as slots"
 )
 class PositionsTakenForSlots(SparseParent):
     """The page table is left out: an index is used as a slot."""

@@ -102,7 +102,7 @@ def test_names_of_sglangs_compiled_package_can_be_imported_and_say_what_is_missi
     assert why == "ModuleNotFoundError: No module named 'sgl_kernel'"
     assert absent.stand_in() == why
     attention = importlib.import_module("sgl_kernel.flash_attn")
-    with pytest.raises(RuntimeError, match=r"sgl_kernel.flash_attn.flash_attn_varlen_func comes compiled with sglang-"):
+    with pytest.raises(RuntimeError, match=r"sgl_kernel.flash_attn.flash_attn_varlen_func is compiled in sglang-"):
         attention.flash_attn_varlen_func(1, causal=True)
     scalars = importlib.import_module("sgl_kernel.scalar_type").scalar_types
     assert scalars.uint4b8.__name__ == "sgl_kernel.scalar_type.scalar_types.uint4b8", "a constant of a table"
