@@ -16,7 +16,7 @@ out (jax #24495)."""
 _BLOCKS = (4, 17)
 """Rows of a draft block: few, and more than a tile."""
 _NEW = (20, 1, 3, 7)
-"""New tokens in extend. The last request is a whole prompt; a second batch has only whole prompts, as an encoder has."""
+"""New tokens in extend. The last request is a whole prompt; a second batch has only whole prompts, as encoders have."""
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
