@@ -46,7 +46,7 @@ FAULTS = [
     ("NaturalLogSumExp", CHUNKS, "differs from the oracle"),
     ("PrefixIsCausal", SHARED, "differs from the oracle"),
     ("WindowOfThePrefix", WINDOW, "differs from the oracle"),
-    ("NewRowsAsStored", FP8, "new_rows_as_given declares extend, and new rows are attended to as the pool stores them"),
+    ("NewRowsAsStored", FP8, "new rows are attended to as the pool stores them"),
     ("RaggedWhateverIsSaved", CHUNKS, "with save_kv_cache=False, k and v may be None"),
 ]
 

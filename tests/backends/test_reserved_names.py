@@ -23,7 +23,7 @@ BASES = (AttentionBackend, KernelBackend, LegacyGraphHooks)
 def test_an_adapter_with_names_of_its_own_passes_in_every_mode_and_in_graphs(backend: type[AttentionBackend]) -> None:
     found = check_backend(backend, device="cpu", tier="smoke", cases=["*-gauss-*b?prod*"], executions=["graph"])
     assert found.ok, found
-    assert len({row.mode for row in found}) > 3
+    assert len({row.mode for row in found}) >= 3
 
 
 @pytest.mark.parametrize("module", [attn_testkit.contract.backend, attn_testkit.contract.kernel_backend])

@@ -209,7 +209,7 @@ SEVERAL = (
 MISTAKES = [
     (faults.PaddedIndexClampedToSlot0, DECODE, "graph", "writes-own-state", "slot 0"),
     (faults.StaleRowsOfPadding, DECODE, "graph", "writes-own-state", "padded request"),
-    (faults.PlaceTakenForSlot, DECODE, "eager", "writes-own-state", "place in the batch"),
+    (faults.PlaceTakenForSlot, DECODE, "eager", "writes-own-state", "position in the batch"),
     (faults.RowTakenForSlot, DECODE, "eager", "writes-own-state", "row of the request table"),
     (faults.FirstChunkOfOneTokenIsADecode, EXTEND, "eager", "reads-own-state", "fresh"),
     (faults.InitialStateFlagIgnored, EXTEND, "eager", "reads-own-state", "fresh"),

@@ -21,7 +21,8 @@ def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Ch
     everyone, half = range(case.bs), case.bs // 2
     groups = [*([i] for i in kinds), kinds, everyone[:half], everyone[half:]]
     groups += [[i for i in everyone if i != left] for left in kinds]
-    yield from (_keep(case, which) for which in groups if which)
+    with_rows = (which for which in groups if which and (not case.new or any(case.new[i] for i in which)))
+    yield from (_keep(case, which) for which in with_rows)
 
 
 def _wrong(case: Fields) -> str:

@@ -16,7 +16,7 @@ from .parent import CountingBackend, Metadata, PlannedBackend
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 
 
-@fault("sglang #26521", "finite", "capture metadata do not hold seq_lens", modes="decode", executions="graph")
+@fault("sglang #26521", "finite", "metadata of the capture do not contain seq_lens", modes="decode", executions="graph")
 class CaptureZeroLensNan(PlannedBackend):
     """Capture binds a zeroed length buffer and never copies seq_lens in: the warm-up divides 0 by 0."""
 
@@ -86,7 +86,10 @@ class PlanKernelNotRecorded(PlannedBackend):
 
 
 @fault(
-    "rtp-llm #378, #1084", "replay-follows-batch", "KV tokens are right, of|KV tokens are missing", executions="graph"
+    "rtp-llm #378, #1084",
+    "replay-follows-batch",
+    "KV tokens are right, but requests of|KV tokens are missing",
+    executions="graph",
 )
 class PlanNotRefreshedBeforeReplay(PlannedBackend):
     """Replay updates the page table in place but not the plan: chunk sizes stay those of capture."""
@@ -120,7 +123,7 @@ class ReplayPageCountMismatch(CountingBackend):
 @fault(
     "vLLM #20301, #25490",
     "replay-follows-batch",
-    "KV tokens are right, of|KV tokens are missing",
+    "KV tokens are right, but requests of|KV tokens are missing",
     executions="graph",
     modelled="splits past the accumulators are dropped, where the kernel wrote past them",
 )
@@ -245,7 +248,7 @@ class FrozenKvStepOffsetBaked(PlannedBackend):
 @fault(
     "flashinfer #639, #641",
     "replay-follows-batch",
-    "KV tokens are right, of|KV tokens are missing",
+    "KV tokens are right, but requests of|KV tokens are missing",
     executions="graph",
     modelled="the grid runs over keys, where upstream it ran over query rows",
 )

@@ -187,7 +187,7 @@ class AllZeroLensScheduler(PlannedBackend):
 @fault(
     "sglang KNOWN_FAILURES.md C.4",
     "replay-follows-batch",
-    "KV tokens are right, of|KV tokens are missing|only the graph is wrong|value from capture time",
+    "KV tokens are right, but requests of|KV tokens are missing|only the graph is wrong|value from capture time",
     modes="draft-extend draft-extend-v2",
     executions="graph",
 )

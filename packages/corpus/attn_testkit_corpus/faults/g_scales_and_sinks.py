@@ -63,7 +63,8 @@ class MlaScaleFromLatentDim(DenseBackend):
 @fault(
     "flashinfer #350",
     "matches-oracle reads-own-kv",
-    "the soft cap probably comes after the mask|a soft cap comes before the mask",
+    # With a window of 0, rows lose their only key.
+    "the soft cap probably comes after the mask|a soft cap comes before the mask|all KV tokens are missing",
     slug="softcap-after-mask",
 )
 class SoftCapAfterMask(DenseBackend):
