@@ -259,7 +259,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         "second-step-memory",
         "memory layout of q, k and v in the second step",
         (
-            Value("as in the first step step step step"),
+            Value("as in the first step"),
             Value("the opposite of the first: contiguous instead of views, or views instead of contiguous"),
         ),
         execution=Execution.EAGER,

@@ -42,9 +42,13 @@ def entry_of(word: str) -> Entry | None:
 
 
 def _of_ids(key: str) -> Entry | None:
-    entries = entries_of_ids()
-    with_numbers = {_NUMBERS.sub("0", _key(entry.word)): entry for entry in entries if entry.numbers}
-    return _by_key(entries).get(key) or with_numbers.get(_NUMBERS.sub("0", key))
+    return _by_key(entries_of_ids()).get(key) or _with_numbers().get(_NUMBERS.sub("0", key))
+
+
+@lru_cache(maxsize=1)
+def _with_numbers() -> Mapping[str, Entry]:
+    """Entries of words whose numbers are examples, by the word with 0 for each number."""
+    return {_NUMBERS.sub("0", _key(entry.word)): entry for entry in entries_of_ids() if entry.numbers}
 
 
 def _key(word: str) -> str:

@@ -28,9 +28,7 @@ def add_traits(found: Iterable[Trait]) -> None:
     """Add traits. Raises ``ValueError`` for a second trait of the same name."""
     for trait in found:
         if TRAITS.setdefault(trait.name, trait) is not trait:
-            raise ValueError(
-                f"two features have a trait {trait.name!r}; give one of them another order order order order name"
-            )
+            raise ValueError(f"two features have a trait {trait.name!r}; give one of them another name")
 
 
 def exclusions() -> Iterator[tuple[str, str, str]]:

@@ -36,9 +36,7 @@ def test_a_case_with_two_traits_that_exclude_each_other_is_refused_with_the_reas
 
 def test_a_trait_of_another_one_s_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traits, "TRAITS", dict(TRAITS))
-    with pytest.raises(
-        ValueError, match="two features have a trait 'sinks'; give one of them another order order order order name"
-    ):
+    with pytest.raises(ValueError, match="two features have a trait 'sinks'; give one of them another name"):
         traits.add_traits([Trait("sinks", lambda case: case.sinks)])
 
 

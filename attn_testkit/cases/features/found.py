@@ -33,8 +33,5 @@ def found_next_to(module: str, kind: type[T]) -> tuple[T, ...]:
     by_order = {value.order: value for value in found.values()}
     if len(by_order) < len(found):
         same = sorted(value.order for value in found.values() if by_order[value.order] is not value)
-        raise ValueError(
-            f"{package}: two {kind.__name__}s have the order {same[0]}; give one of them another order order order "
-            "order"
-        )
+        raise ValueError(f"{package}: two {kind.__name__}s have the order {same[0]}; give one of them another order")
     return tuple(by_order[order] for order in sorted(by_order))
