@@ -23,6 +23,7 @@ from attn_testkit_corpus.faults import r_states as faults
 from attn_testkit_corpus.faults.controls_of_states import (
     StatesByConvention,
     StatesClearedByTheServer,
+    StatesOfOneRequestAfterAnother,
     StatesOfPaddingUnwritten,
 )
 
@@ -191,10 +192,19 @@ def test_the_reference_passes_each_kind_eagerly_and_in_graphs(case: str) -> None
     assert "writes-own-kv" not in checks
 
 
-@pytest.mark.parametrize("backend", [StatesByConvention, StatesClearedByTheServer, StatesOfPaddingUnwritten])
 @pytest.mark.parametrize("mode", ["decode", "extend"])
+@pytest.mark.parametrize("backend", [StatesByConvention, StatesClearedByTheServer, StatesOfPaddingUnwritten])
 def test_conventions_of_servers_pass(backend: type, mode: str) -> None:
-    case = generate(backend.capabilities, ForwardMode(mode), "smoke")[0].id
+    passes(backend, generate(backend.capabilities, ForwardMode(mode), "smoke")[0].id)
+
+
+def test_dummy_requests_of_a_capture_may_continue_one_state_in_any_order() -> None:
+    passes(
+        StatesOfOneRequestAfterAnother, "decode-gdn4x2-d64-bf16-p16-k33.5.12-shuffled-mild_decay-k64w4s32.slot0-b4prod"
+    )
+
+
+def passes(backend: type, case: str) -> None:
     found = [each for each in check_backend(backend, cases=[case], device="cpu") if each.case]
     assert found
     assert [each for each in found if each.status != "passed"] == []

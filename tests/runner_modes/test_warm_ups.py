@@ -50,6 +50,38 @@ def test_rows_of_a_prefill_are_of_no_fixed_request() -> None:
     assert uneven_warm_ups(EXTEND, "bucket 2", [_run(4), [out * 2 for out in _run(4)]], 1) == ()
 
 
+HYBRID = "decode-kda4x2-d128-fp16-p16-k1.70.9-shuffled-mild_decay-k128w2s32.slot0.strided-layers2from0hybrid-b4nan"
+_STATE = "-d64-bf16-p16-k5-shuffled-mild_decay-k64w4s32"
+
+
+@pytest.mark.parametrize(
+    ("case", "requests", "found"),
+    [
+        (f"decode-gdn4x2{_STATE}-b1prod", 4, 1),  # padding is skipped
+        (f"decode-gdn4x2{_STATE}.null-b1prod", 4, 1),
+        (f"decode-gdn4x2{_STATE}.slot0-b1prod", 4, 0),
+        (f"decode-gdn4x2{_STATE}.slot0-b1prod", 1, 1),  # alone in its slot
+        ("target-verify-gdn4x2-d64-bf16-p16-k5-chain2-shuffled-mild_decay-k64w4s32.slot0-b1prod", 2, 1),
+        ("target-verify-gdn4x2-d64-bf16-p16-k5-chain2-shuffled-mild_decay-k64w4s32.slot0.slots-b1prod", 2, 0),
+    ],
+)
+def test_layers_whose_one_state_all_dummy_requests_update_are_not_compared(
+    case: str, requests: int, found: int
+) -> None:
+    parsed = parse_case(case)
+    runs = [_run(requests * parsed.width), [torch.zeros_like(out) for out in _run(requests * parsed.width)]]
+    assert len(uneven_warm_ups(parsed, "bucket", runs, 1)) == found
+
+
+def test_softmax_layers_of_a_hybrid_model_are_compared() -> None:
+    hybrid = parse_case(HYBRID)
+    runs = [_run(4), _run(4)]
+    runs[1][0][:] = 7.0
+    assert uneven_warm_ups(hybrid, "bucket 4", runs, 1) == ()
+    runs[1][1][:] = 7.0
+    assert "layer 1" in uneven_warm_ups(hybrid, "bucket 4", runs, 1)[0]
+
+
 def test_one_run_agrees_with_itself() -> None:
     assert uneven_warm_ups(DECODE, "bucket 4", [_run(4)], 1) == ()
 

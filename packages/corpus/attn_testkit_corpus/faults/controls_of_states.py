@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
 
-from attn_testkit.contract import ForwardBatch, ForwardMode, State, StateLayer
+from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, State, StateLayer
 
 from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
@@ -72,6 +73,44 @@ class StatesByConvention(StateParent):
     def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         windows, states = super().scratch(layer)
         return windows, states.mT if self.states.pool.order == "kv" else states
+
+
+@control()
+class StatesOfOneRequestAfterAnother(StateParent):
+    """A request reads its slot when its program runs, and a device runs programs in any order, as kernels on an H200 do
+    with a hundred dummy requests of slot 0: here forwards and backwards in turn."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        eager={"decode"}, graph={"decode"}, max_topk=0, max_q_rows=1, state=State(k_dims={64}, padding={"write_zero"})
+    )  # fmt: skip
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.turns: Counter[int] = Counter()
+        """Number of forwards of each layer."""
+
+    def stores(self, batch: ForwardBatch) -> torch.Tensor:
+        return torch.ones_like(super().stores(batch))
+
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        whole = self.index, self.live, self.begun, self.counts
+        out = mixed.new_zeros(len(mixed), layer.v_heads, layer.v_dim)
+        self.turns[layer.layer_id] += 1
+        order = range(batch.batch_size)
+        for request in order if self.turns[layer.layer_id] % 2 else reversed(order):
+            own = slice(request, request + 1)
+            self.index, self.live, self.begun, self.counts = (each[own] for each in whole)
+            gates = (None if gate is None else gate[own] for gate in (a, b))
+            out[own] = super().forward(mixed[own], *gates, layer, batch)
+        self.index, self.live, self.begun, self.counts = whole
+        return out
 
 
 @control()
