@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -24,7 +23,8 @@ from attn_testkit.running.case_runs import lane, loop, worker_main, worker_slot
 from attn_testkit.running.case_runs.between_cases import Afresh
 from attn_testkit.running.case_runs.case_run import CaseRun
 from attn_testkit.running.case_runs.lane import Lane, Work
-from attn_testkit.running.case_runs.loop import Runner, _groups
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.case_runs.waiting import Waiting, groups_of
 from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.running.planning.candidate import Candidate, candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
@@ -166,12 +166,12 @@ SIX = [item(spec, case, execution) for spec in ("m:A", "m:B") for case in (X, Y)
 
 
 def test_neighbours_that_share_backend_and_case_are_one_group() -> None:
-    assert [[(i.backend, i.case) for i in group] for group in _groups(SIX)] == [
+    assert [[(i.backend, i.case) for i in group] for group in groups_of(SIX)] == [
         [(spec, case)] * 2 for spec in ("m:A", "m:B") for case in (X, Y)
     ]
     apart = [item("m:A", X), item("m:A", Y), item("m:A", X)]
-    assert [len(group) for group in _groups(apart)] == [1, 1, 1]
-    assert _groups([]) == []
+    assert [len(group) for group in groups_of(apart)] == [1, 1, 1]
+    assert groups_of([]) == []
 
 
 def test_one_worker_a_backend_and_never_two_at_a_time(judging: list[Judging]) -> None:
@@ -543,16 +543,16 @@ def test_questions_of_the_diagnosis_begin_nothing(judging: list[Judging]) -> Non
 
 def test_a_lane_takes_its_next_group_early_while_there_are_more_than_lanes() -> None:
     def order(lanes: int) -> list[tuple[str, str | None]]:
-        waiting = deque(deque([item("m:A", name), item("m:A", name, "graph")]) for name in "wxyz")
+        groups = groups_of([item("m:A", name, execution) for name in "wxyz" for execution in ("eager", "graph")])
         return [(now.case + now.execution[0], after and after.case + after.execution[0])
-                for now, after in loop._with_next(waiting, lanes)]  # fmt: skip
+                for now, after in Waiting(groups, lanes, early=False).of_lane()]  # fmt: skip
 
     every = [f"{name}{execution}" for name in "wxyz" for execution in "eg"]
     assert order(1) == list(zip(every, [*every[1:], None], strict=True))
     # After the first group three wait, after the second two: as many as lanes are left to whoever is free.
     assert [after for _, after in order(2)] == ["wg", "xe", "xg", None, "yg", None, "zg", None]
     assert [after for _, after in order(3)] == ["wg", None, "xg", None, "yg", None, "zg", None]
-    assert list(loop._with_next(deque(), 1)) == []
+    assert list(Waiting([], 1, early=False).of_lane()) == []
 
 
 def test_a_run_that_is_given_up_begins_nothing_more_and_the_next_run_is_whole(judging: list[Judging]) -> None:

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,9 +30,8 @@ from .between_cases import Afresh
 from .drawing import draw_in_lanes
 from .lane import OF_DRIVER, Lane, Lost, Work
 from .lane_process import LaneProcess, ready
+from .waiting import Waiting, groups_of
 from .worker_slot import named_request
-
-_Group = deque[Item]
 
 
 def _nothing() -> None:
@@ -158,14 +157,15 @@ class Runner:
         ``ahead``: whether the next case-run begins while the previous one is evaluated, or while the caller uses its
         result. A case-run that was interrupted by the end of one of the kit's processes runs once more.
         """
-        waiting = deque(_groups(items))
-        count = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
+        groups = groups_of(items)
+        count = 1 if self.options.in_process else max(1, min(self.options.jobs, len(groups)))
+        waiting = Waiting(groups, count, early=plan.order == "listed")
         for index in [index for index in self._lanes if index >= count]:
             # It may keep a worker of another backend, and that memory of the device.
             self._lanes.pop(index).close()
         self._share(plan.device if plan.header.device == "cuda" else "cpu")
         plan = plan.to_run()
-        coming = {index: _with_next(waiting, count) for index in range(count)}
+        coming = {index: waiting.of_lane() for index in range(count)}
         busy: dict[Lane | LaneProcess, int] = {}
         running: dict[int, Item] = {}
         done: deque[CaseResult] = deque()
@@ -241,38 +241,3 @@ def _ready(busy: Sequence[Lane | LaneProcess]) -> Sequence[Lane | LaneProcess]:
     """Return the lanes whose result can be asked for; of lanes in this process, any one."""
     apart = [lane for lane in busy if isinstance(lane, LaneProcess)]
     return ready(apart) if apart else busy
-
-
-def _with_next(waiting: deque[_Group], lanes: int) -> Iterator[tuple[Item, Item | None]]:
-    """Yield the items of one lane, each with the next one if it is known. A lane gets its next group while it is busy
-    with the last item of the previous group, so that its worker does not wait. It does not do so if few groups are
-    left, because another lane may be free sooner.
-    """
-    group = _taken(waiting)
-    while group:
-        item = group.popleft()
-        if not group and (lanes == 1 or len(waiting) > lanes):
-            group = _taken(waiting)
-        yield item, group[0] if group else None
-        if not group:
-            group = _taken(waiting)
-
-
-def _taken(waiting: deque[_Group]) -> _Group:
-    try:
-        return waiting.popleft()
-    except IndexError:
-        return deque()
-
-
-def _groups(items: Sequence[Item]) -> list[_Group]:
-    """Group adjacent items of one case, eager and graph, for one worker: they share data and the oracle's answer."""
-    groups: list[_Group] = []
-    last = None
-    for item in items:
-        key = (item.backend, item.case)
-        if key != last:
-            groups.append(deque())
-        groups[-1].append(item)
-        last = key
-    return groups

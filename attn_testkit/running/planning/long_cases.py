@@ -1,4 +1,4 @@
-"""Cases that were named by hand and take minutes on a CPU: the header reports them before anything runs."""
+"""How long cases take: those that were named by hand and take minutes on a CPU, and rough efforts of a plan's cases."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ def products_of(case: Case) -> int:
     new = case.new or (1,) * case.bs
     pairs = sum(rows * (keys + rows) for keys, rows in zip(case.prefixes, new, strict=True))
     return pairs * case.heads.q_heads * case.layers.count
+
+
+_SMALL = 1e6
+"""Products that take as long as the rest of a case-run; near the best in runs of core on an H200."""
+
+
+def effort_of(case: Case) -> float:
+    """Rough time of a case, where 1 is that of a very small one."""
+    rows = case.new or (case.width,) * case.bs
+    layers, heads, width = case.layers.count, case.heads, case.head_dim
+    if case.state is not None:
+        return 1 + layers * sum(rows) * heads.q_heads * width * 2 * case.state.k_dim / _SMALL
+    pairs = sum(new * (keys + new) for keys, new in zip(case.prefixes, rows, strict=True))
+    stored = sum(case.prefixes) + sum(rows)
+    return 1 + layers * width * (2 * pairs * heads.q_heads + 8 * stored * heads.kv_heads) / _SMALL
 
 
 def long_cases(cases: Iterable[Case]) -> tuple[str, ...]:

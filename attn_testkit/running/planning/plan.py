@@ -116,6 +116,7 @@ def plan_run(
     return Plan(
         header=replace(header, lacking=lacking, excluded=excluded),
         items=ordered(items, request.order, request.failed_before),
+        order=request.order,
         preset=tuple(preset),
         candidates=request.candidates,
         device=request.device,

@@ -340,6 +340,8 @@ class Plan:
     """Depth of the diagnosis of wrong numbers, which takes reruns."""
     elsewhere: tuple[Item, ...] = ()
     """Case-runs of other shards."""
+    order: str = "listed"
+    """``Request.order``."""
 
     def to_run(self) -> Plan:
         """The plan without its items: the part that is sent with every case-run of pytest."""

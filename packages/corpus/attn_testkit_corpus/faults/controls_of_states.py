@@ -107,8 +107,8 @@ class StatesOfOneRequestAfterAnother(StateParent):
         for request in order if self.turns[layer.layer_id] % 2 else reversed(order):
             own = slice(request, request + 1)
             self.index, self.live, self.begun, self.counts = (each[own] for each in whole)
-            gates = (None if gate is None else gate[own] for gate in (a, b))
-            out[own] = super().forward(mixed[own], *gates, layer, batch)
+            one, two = (None if gate is None else gate[own] for gate in (a, b))
+            out[own] = super().forward(mixed[own], one, two, layer, batch)
         self.index, self.live, self.begun, self.counts = whole
         return out
 
