@@ -38,6 +38,7 @@ def test_a_fault_among_healthy_lanes_changes_no_result_but_its_own() -> None:
     assert all("illegal memory access" in each.reason for each in crashed)
     repeated = [each for each in shared.values() if each.repeated]
     assert all(each.repeated.startswith(IN_MPS) for each in repeated)
-    # It depends on the driver whether the fault ends clients of other lanes: 580 on an H200 ends only the faulty one.
-    assert {each.case for each in crashed} <= {each.case for each in repeated}
-    assert len(repeated) <= JOBS, "each lane leaves with the first fault"
+    # A lane leaves MPS with its first fault, its own or that of another lane; what crashes later is not repeated. On an
+    # H200 with driver 580 one fault ended what all lanes ran, and a healthy case-run passed in its repeat.
+    assert 1 <= len(repeated) <= JOBS
+    assert any(each.status is Status.CRASHED for each in repeated)

@@ -26,8 +26,6 @@ from .data import StateStepData
 
 _WALKS = 2.0
 """Limit of the error of a row, in walks."""
-_AT_ONCE = 1 << 18
-"""Elements of the states of the requests that take a token together: their intermediate results stay in the cache."""
 _IN_EXP = 8
 """Roundings of a gate, in addition to roundings of its argument."""
 
@@ -139,11 +137,8 @@ def _loop(
         torch.tensor(each, dtype=torch.int64)
         for each in (data.news, [end.request for end in data.ends], [end.rows for end in data.ends])
     )
-    last, last_walk = (x.new_empty(len(x), len(owner), *x.shape[2:]) for x in (state, walk))
-    begun = ((rows == 0) | (rows > news[owner])).nonzero()[:, 0]
-    last[:, begun], last_walk[:, begun] = state[:, owner[begun]], walk[:, owner[begun]]
+    last, last_walk = state[:, owner], walk[:, owner]
     chunks = None if data.mistake is None else ChunkedStates(data.mistake, state)
-    at_once = max(1, _AT_ONCE // max(1, state[:, :1].numel()))
     behind: list[tuple[torch.Tensor, torch.Tensor]] = []
     for token in range(max(data.news, default=0)):
         if data.trees and token:
@@ -153,24 +148,23 @@ def _loop(
                 torch.stack([both[part][:, request] for request, both in enumerate(parents)], 1) for part in (0, 1)
             )
         who = (news > token).nonzero()[:, 0]
+        # Neither is written in place then, so that large states are not copied for each token.
+        everybody = chunks is None and len(who) == len(news)
+        at = (starts[who] + token).long()
+        now = _Inputs(**{
+            name: value if value.shape[1] == 1 and name == "skip" else value[:, at]
+            for name, value in vars(inputs).items()
+        })  # fmt: skip
         if chunks is not None:
             state = chunks.begun(token, state)
-        for some in (who,) if chunks is not None else torch.split(who, at_once):
-            at = (starts[some] + token).long()
-            now = _Inputs(**{
-                name: value if value.shape[1] == 1 and name == "skip" else value[:, at]
-                for name, value in vars(inputs).items()
-            })  # fmt: skip
-            mine = _as_slice(some)
-            unread = None if chunks is None else chunks.unread(some)
-            one = _step(state[:, mine], walk[:, mine], now, delta, products, data, unread)
-            if chunks is not None:
-                chunks.note(some, state[:, some] * now.decay[..., None, :], one[0], now.decay)
-            if chunks is None and len(some) == len(news):
-                # Not in place, so that large states are not copied for each token.
-                state, walk, out[:, at], limit[:, at] = one
-            else:
-                state[:, mine], walk[:, mine], out[:, at], limit[:, at] = one
+        mine = (state, walk) if everybody else (state[:, who], walk[:, who])
+        one = _step(*mine, now, delta, products, data, None if chunks is None else chunks.unread(who))
+        if chunks is not None:
+            chunks.note(who, state[:, who] * now.decay[..., None, :], one[0], now.decay)
+        if everybody:
+            state, walk, out[:, at], limit[:, at] = one
+        else:
+            state[:, who], walk[:, who], out[:, at], limit[:, at] = one
         if data.stored_each:
             stored = UNIT_ROUNDOFF[data.shape.dtype] * _norm(state)
             walk = (walk**2 + stored**2).sqrt()
@@ -180,12 +174,6 @@ def _loop(
         ended = state if chunks is None else chunks.ended(state)
         last[:, done], last_walk[:, done] = ended[:, owner[done]], walk[:, owner[done]]
     return out, limit, last, last_walk
-
-
-def _as_slice(requests: torch.Tensor) -> torch.Tensor | slice:
-    """The same requests, ascending, as a slice if they are neighbours, whose states are then not copied."""
-    first, end = int(requests[0]), int(requests[-1]) + 1
-    return slice(first, end) if end - first == len(requests) else requests
 
 
 def _step(

@@ -1,4 +1,4 @@
-"""How long cases take: those that were named by hand and take minutes on a CPU, and rough efforts of a plan's cases."""
+"""Estimates of how long cases take: rough efforts, and cases named by hand that take minutes on a CPU."""
 
 from __future__ import annotations
 
