@@ -61,6 +61,8 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
         rows = Verify(branching(4)) if branches else minimal.rows
         several = minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+        if tier == "smoke" and not minimal.heads.layout.values_in_keys:
+            several = several.with_changes(head_dim=min(declared.head_dims))
         # Requests of few keys hide whose offsets and whose partial results a mode uses.
         lens = (_SEVERAL * minimal.bs)[: minimal.bs]
         yield several if max(minimal.prefixes) >= max(_SEVERAL) else several.with_changes(prefixes=lens)
