@@ -93,11 +93,13 @@ class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
 @fault(
     "vLLM's FP8 kernels on an H200, whose errors once looked like a wrong scale",
     "matches-oracle",
-    "precision|rounded to FP8|rounding|small weights",
+    "matmul_dtype",
 )
 class Fp8PartialSumsOfFewWeights(Fp8Probabilities):
-    """Probabilities below 2^-10 of a row's largest are 0 in FP8, and the partial result of each split is rounded to
-    bf16."""
+    """Products are made in FP8 although matmul_dtype declares the model's dtype: probabilities below 2^-10 of a row's
+    largest are 0, and the partial result of each split is rounded to bf16."""
+
+    capabilities = FP8
 
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return p.masked_fill(p < 2.0**-10, 0.0).to(_E4M3).float() / total
