@@ -100,7 +100,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     if mode is ForwardMode.EXTEND:
         yield from _prompts(declared, minimal)
     if minimal.new and most_rows(declared, mode) > MOST_USUAL_ROWS:
-        # Rows times heads of a KV head are more than one tile of rows.
+        # A request's rows times the query heads of a KV head exceed one tile of rows.
         many = min(most_rows(declared, mode), 33)
         heads = _heads_like(declared, minimal)[-1]
         extends, v2 = mode is ForwardMode.EXTEND, mode is ForwardMode.DRAFT_EXTEND_V2
