@@ -60,7 +60,7 @@ _EXCHANGED = ("heads", "head_dim", "page_size", "prefixes", "new_tokens", "tree"
 _WORTH_IT = 0.9
 """Part of the cost of two rows that may be left after an exchange."""
 _COST_OF_A_STORED_NUMBER = 40
-"""In products, as measured on a CPU."""
+"""Cost of comparing a number of the pool, in products, as measured on a CPU."""
 _OFF: Mapping[str, Any] = {"sinks": False, "logit_cap": 0.0, "window": -1}
 """Options that layers have in turn. They are left out if another value excludes them."""
 

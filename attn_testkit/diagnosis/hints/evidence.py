@@ -220,8 +220,9 @@ def explains(comparison: Comparison, supposed: torch.Tensor, part: float | None 
 _UNEXPLAINED = 0.25
 """Part of the squared error of wrong rows that rounding may leave."""
 _HARDLY_ANY = 0.02
-"""The same if less precision explains the error. An answer has to be much better than that explanation, which leaves
-all of the error: rounding in FP8 was once reported as 'k_scale is used for values' and as a neighbour's KV head."""
+"""Part that rounding may leave if less precision explains the error, too. An answer has to be much better than that
+explanation, which leaves all of the error: rounding in FP8 was once reported as 'k_scale is used for values' and as a
+wrong KV head."""
 
 
 def with_own_values(data: StepData) -> StepData:

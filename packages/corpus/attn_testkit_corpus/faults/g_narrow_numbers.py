@@ -91,7 +91,7 @@ class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
 
 
 @fault(
-    "vLLM's FP8 kernels on an H200, whose errors once looked like a wrong scale",
+    "general; FP8 kernels of vLLM on an H200, whose errors were once reported as a wrong scale",
     "matches-oracle",
     "matmul_dtype",
 )
