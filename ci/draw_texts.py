@@ -1,4 +1,5 @@
-"""Draws texts at random for reading aloud: sentences of the pages, hints, and docstrings.
+"""Draws texts at random for reading aloud: sentences of the pages, hints, comments, and docstrings, also those of tests
+and field bugs.
 
     python ci/draw_texts.py --seed 1             # thirty of each
     python ci/draw_texts.py --seed 1 --count 5
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import click
@@ -66,9 +67,9 @@ def _part(node: ast.expr) -> str:
     return str(node.value) if isinstance(node, ast.Constant) else "{}"
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
+def _docstrings(files: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Docstrings of modules, classes, functions and fields, the first paragraph of each."""
-    for name, tree in _python("."):
+    for name, tree in _python(*files):
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Expr)
@@ -78,7 +79,39 @@ def docstrings() -> Iterator[tuple[str, str]]:
                 yield f"{name}:{node.lineno}", " ".join(node.value.value.partition("\n\n")[0].split())
 
 
-KINDS = {"sentences": sentences, "hints": hints, "docstrings": docstrings}
+def _files(*, tests: bool, field_bugs: bool = False) -> list[str]:
+    """Python files of the repository, without environments and builds. ``tests``: those in a folder of tests."""
+    found = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))]
+    own = [path for path in found if not any(part.startswith(".") or part in _BUILT for part in path.parts)]
+    return [
+        str(path) for path in own if ("tests" in path.parts) is tests and ("field_bugs" in path.parts) is field_bugs
+    ]
+
+
+_BUILT = ("build", "site")
+
+
+def comments() -> Iterator[tuple[str, str]]:
+    """Comments of one line or several."""
+    for name in [*_files(tests=False), *_files(tests=True), *_files(tests=True, field_bugs=True)]:
+        found: list[str] = []
+        for number, line in enumerate([*(ROOT / name).read_text("utf-8").splitlines(), ""], 1):
+            comment = re.fullmatch(r"\s*# (?!type:|noqa|fmt:|ruff:)(.*)", line)
+            if comment:
+                found.append(comment[1])
+            elif found:
+                yield f"{name}:{number - len(found)}", " ".join(found)
+                found = []
+
+
+KINDS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {
+    "sentences": sentences,
+    "hints": hints,
+    "docstrings": lambda: _docstrings(_files(tests=False)),
+    "docstrings of tests": lambda: _docstrings(_files(tests=True)),
+    "docstrings of field bugs": lambda: _docstrings(_files(tests=True, field_bugs=True)),
+    "comments": comments,
+}
 
 
 def drawn(kind: str, seed: int, count: int) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ __all__ = ["of_an_earlier_version", "signed"]
 
 
 def signed(data: dict[str, Any]) -> dict[str, Any]:
-    """The data with the digest that it must have, and without the verdict on what it was before it was edited."""
+    """The edited data with its new digest, and without the verdict on the data before the edit."""
     edited = {name: value for name, value in data.items() if name != "verdict"}
     return {**edited, "digest": digest_of(edited)}
 

@@ -97,7 +97,7 @@ def part_plan(
         qo_indptr=plan.qo_indptr,
         kv_lens=counts.to(torch.int32),
         kv_indptr=exclusive_sum(counts),
-        # 1 if there is no page, too: the package computes lengths of masks as if there were one page less.
+        # The value is 1 without a page, too: the package computes lengths of masks as if there were one page less.
         last_page_len=torch.ones(len(counts), dtype=torch.int32),
         # Never empty: the address of an empty tensor is 0.
         kv_indices=torch.nn.functional.pad(_slots(context, batch, lists), (0, 1)),

@@ -29,7 +29,7 @@ def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
     count, bank = math.prod(shape), _bank()
     start = int(rng.integers(0, BANK_SIZE))
     if count > BANK_SIZE:
-        # Every seventh number from ``start`` on, round and round: a piece of the strided bank.
+        # Every seventh number from ``start`` on, cyclically: a piece of the strided bank.
         at = start * pow(_STRIDE, -1, bank.numel()) % bank.numel()
         if at + count <= bank.numel():
             return _strided_bank()[at : at + count].view(shape)

@@ -84,6 +84,13 @@ def lens_of(case: Fields, plan: Plan) -> tuple[int, ...]:
     return tuple(p + n for p, n in zip(plan.prefixes, plan.new or (case.width,) * len(plan.prefixes), strict=True))
 
 
+def other_encoders(lens: Sequence[int]) -> tuple[int, ...]:
+    """Return the same encoders with other requests; if there are several requests, one has no encoder, which only eager
+    steps support."""
+    turned = [*lens[1:], lens[0]]
+    return (*turned[:-1], 0) if len(turned) > 1 else tuple(turned)
+
+
 def context_len_of(case: Fields, plans: Sequence[Plan]) -> int:
     """``max_context_len``, in tokens, of a schedule that has these steps."""
     if variant_of(case).context_len:
@@ -94,8 +101,8 @@ def context_len_of(case: Fields, plans: Sequence[Plan]) -> int:
         longest = max(max(plan.prefixes, default=0) for plan in plans) + case.width
     if own := plans[0].encoder_lens:
         # The second step has the first one's decoder lengths, with other requests' encoders.
-        lens = zip(lens_of(case, plans[0]), own, strict=True)
-        longest = max(longest, max(length - encoder for length, encoder in lens) + max(own))
+        lens = zip(lens_of(case, plans[0]), own, other_encoders(own), strict=True)
+        longest = max(longest, *(length - encoder + other for length, encoder, other in lens))
     if case.derived("context-room"):
         return longest
     # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.

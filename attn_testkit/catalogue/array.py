@@ -7,6 +7,7 @@ without further changes, and every other pair of values occurs in ``core``.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,12 @@ _SETTINGS = ("heads", "head_dim", "dtype", "kv_dtype", "page_size")
 _KINDS = ("heads", "kv_dtype")
 """Columns with a value that may exclude what another value allows."""
 _PLAIN_ROWS = 16
-_MANY_HEADS, _MANY_TOKENS = 16, ("a page", "above a page", "pages", "prompt first", "tiles")
+_EXCHANGED = ("heads", "head_dim", "page_size", "prefixes", "new_tokens", "tree", "width", "draft")
+"""Columns whose values rows of smoke exchange, so that no case has many or wide heads, long requests and many rows."""
+_WORTH_IT = 0.9
+"""Part of the cost of two rows that may be left after an exchange."""
+_COST_OF_A_STORED_NUMBER = 40
+"""Cost of comparing a number of the pool, in products, as measured on a CPU."""
 _OFF: Mapping[str, Any] = {"sinks": False, "logit_cap": 0.0, "window": -1}
 """Options that layers have in turn. They are left out if another value excludes them."""
 
@@ -197,22 +203,42 @@ class Array:
                 return nearest_declared(self.declared, case)
         return None
 
-    def _without_costly(self, rows: list[list[int]]) -> list[list[int]]:
-        """Rows of smoke in which a row with many heads and many new tokens exchanges its heads with another row: a case
-        with both costs as much as ten others, and core has such cases."""
-        names, found = [*self.columns], [[*row] for row in rows]
-        if "new_tokens" not in names:
-            return found
-        at, later = names.index("heads"), names.index("new_tokens")
-        heads, tokens = self.columns["heads"], self.columns["new_tokens"]
-        costly = [row for row in found if heads[row[at]].q_heads >= _MANY_HEADS and tokens[row[later]] in _MANY_TOKENS]
-        for row in costly:
-            for other in (each for each in found if tokens[each[later]] not in _MANY_TOKENS):
-                row[at], other[at] = other[at], row[at]
-                if not self._clashes(row) and not self._clashes(other):
-                    break
-                row[at], other[at] = other[at], row[at]
+    def _cheaper(self, rows: list[list[int]]) -> list[list[int]]:
+        """Rows of smoke in which rows exchange their heads, lengths and new rows as long as that makes their cases
+        cheaper: a case with many heads, a wide head dim, large pages, long requests and many rows costs as much as ten
+        others, and core has such cases. Each value stays in as many rows, and no fewer pairs of settings occur. The
+        first row keeps its heads."""
+        found, known = [[*row] for row in rows], dict[tuple[int, ...], float]()
+
+        def cost(row: list[int]) -> float:
+            if (*row,) not in known:
+                case = self.build(self._named(row))
+                known[*row,] = math.inf if case is None else _cost(case)
+            return known[*row,]
+
+        settings = [at for at, name in enumerate(self.columns) if name in _SETTINGS]
+
+        def met() -> int:
+            return len({(a, row[a], b, row[b]) for row in found for a, b in combinations(settings, 2)})
+
+        exchanged, better = [at for at, name in enumerate(self.columns) if name in _EXCHANGED], True
+        heads = [*self.columns].index("heads")
+        while better:
+            better = False
+            for at, (one, other) in product(exchanged, combinations(found, 2)):
+                if one[at] == other[at] or (at == heads and one is found[0]):
+                    continue
+                before, pairs = cost(one) + cost(other), met()
+                one[at], other[at] = other[at], one[at]
+                fits = met() >= pairs and not self._clashes(one) and not self._clashes(other)
+                if fits and cost(one) + cost(other) < _WORTH_IT * before:
+                    better = True
+                else:
+                    one[at], other[at] = other[at], one[at]
         return found
+
+    def _named(self, row: Sequence[int]) -> dict[str, Any]:
+        return {name: values[i] for (name, values), i in zip(self.columns.items(), row, strict=True)}
 
     def _clashes(self, row: list[int]) -> bool:
         return any(pair in self.excluded for pair in combinations(enumerate(row), 2))
@@ -238,8 +264,18 @@ class Array:
             settings = frozenset(at for at, name in enumerate(self.columns) if name in _SETTINGS)
             count = max(size for at, size in enumerate(sizes) if at not in further)
             heads = frozenset({[*self.columns].index("heads")})
-            rows = self._without_costly(_few(sizes, count, self.excluded, further, settings, heads))
-        return [{name: values[i] for (name, values), i in zip(self.columns.items(), row, strict=True)} for row in rows]
+            rows = self._cheaper(_few(sizes, count, self.excluded, further, settings, heads))
+        return [self._named(row) for row in rows]
+
+
+def _cost(case: Case) -> int:
+    """Products of queries and keys of a step, and numbers of the pool, which is compared after each step."""
+    new = case.new or (case.width,) * case.bs
+    rows = case.draft.branches * case.draft.steps * case.bs if case.draft else sum(new)
+    pages = 3 + sum(-(-(prefix + count) // case.page_size) for prefix, count in zip(case.prefixes, new, strict=True))
+    stored = pages * case.page_size * case.heads.kv_heads
+    products = rows * (sum(case.prefixes) + rows) * case.heads.q_heads
+    return (products + _COST_OF_A_STORED_NUMBER * stored) * (case.head_dim + case.rope_dim)
 
 
 @cached(LRUCache(64), condition=threading.Condition())

@@ -61,6 +61,8 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
         rows = Verify(branching(4)) if branches else minimal.rows
         several = minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+        if tier == "smoke" and not minimal.heads.layout.values_in_keys:
+            several = several.with_changes(head_dim=min(declared.head_dims))
         # Requests of few keys hide whose offsets and whose partial results a mode uses.
         lens = (_SEVERAL * minimal.bs)[: minimal.bs]
         yield several if max(minimal.prefixes) >= max(_SEVERAL) else several.with_changes(prefixes=lens)
@@ -98,7 +100,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     if mode is ForwardMode.EXTEND:
         yield from _prompts(declared, minimal)
     if minimal.new and most_rows(declared, mode) > MOST_USUAL_ROWS:
-        # Rows times heads of a KV head are more than one tile of rows.
+        # A request's rows times the query heads of a KV head exceed one tile of rows.
         many = min(most_rows(declared, mode), 33)
         heads = _heads_like(declared, minimal)[-1]
         extends, v2 = mode is ForwardMode.EXTEND, mode is ForwardMode.DRAFT_EXTEND_V2

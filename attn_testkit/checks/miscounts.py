@@ -33,6 +33,8 @@ _SOME = 1024
 """Number of keys from which the contribution of one key is estimated."""
 _ENDS = 96
 """Number of places that are tried as either end of a long run."""
+_EXACT = HALF_A_KEY / 16
+"""Error in keys that float32 sums of codes may leave in long requests, even if rounding leaves less."""
 _MOST_NUMBERS = 1 << 27
 """Number of code values that are processed together."""
 
@@ -106,6 +108,8 @@ class _Asked:
     request: int
     counted: torch.Tensor
     """Number of the request's first none, one, two, ... keys that the row should count, [n + 1] int64."""
+    rounding: float
+    """Mean square, in keys, of what rounding may leave of the error, and at most that of half a key."""
 
 
 def find_miscounts(comparison: Comparison, row: int) -> Miscounts | None:
@@ -144,18 +148,35 @@ def _ask(comparison: Comparison, row: int, wrong: torch.Tensor, layers: Sequence
     pairs = list(dict.fromkeys((i, h // group) for i in layers for h in wrong[i].nonzero().flatten().tolist()))
     most = max(1, _MOST_NUMBERS // (sum(lens) * data.v.shape[-1]))
     every, sizes = in_keys(comparison.out, expected), code_sizes(data)
-    errors, outs, codes = [], [], []
+    errors, outs, codes, rounding = [], [], [], []
     for layer, kv_head in pairs[:most]:
         heads = [h for h in range(kv_head * group, (kv_head + 1) * group) if wrong[layer, h]]
         errors.append(every[layer, row, heads].mean(0))
         outs.append((comparison.out[layer, row, heads].double() / sizes[layer]).mean(0))
         codes.append(codes_of(data, lens, layer, kv_head))
+        rounding.append(_rounding(comparison, layer, row, heads))
     # A row that counts a key once more also divides by one more: each key adds its code minus the output.
     out = torch.cat(outs).float()
     walks = tuple(_walk(part, out) for part in torch.split(torch.cat(codes, 1), list(lens)))
     counted = torch.nn.functional.pad(visible.cumsum(0), (1, 0))
     total = float(expected.key_sum[pairs[0][0], row].mean())
-    return _Asked(torch.cat(errors).float(), total, walks, int(data.row_request[row]), counted)
+    left = min(HALF_A_KEY**2, max(_EXACT**2, sum(rounding) / len(rounding)))
+    return _Asked(torch.cat(errors).float(), total, walks, int(data.row_request[row]), counted, left)
+
+
+def _rounding(comparison: Comparison, layer: int, row: int, heads: Sequence[int]) -> float:
+    """Mean square of the limits of a row's ``heads``, in keys. A row that counts few of its keys has larger outputs
+    than it should have, and these are rounded to a larger spacing.
+
+    Without this bound, half a key would be left of the error of a row that sees one key and gives it another weight,
+    and that row would be reported as one that reads no key.
+    """
+    expected = comparison.expected
+    assert expected.key_sum is not None
+    in_keys = expected.key_sum[layer, row, heads, None] / code_sizes(expected.data)[layer]
+    limit = expected.attention_limit[layer, row, heads] * in_keys
+    out, want = (each[layer, row, heads].double().square().mean() for each in (comparison.out, expected.attention))
+    return float(limit.square().mean() * (out / want).clamp(min=1.0))
 
 
 def _walk(codes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -170,7 +191,7 @@ def _explain(asked: _Asked) -> tuple[Miscount, ...] | None:
     found: list[Miscount] = []
     for _ in range(_MOST_TRIES):
         left = float(error.square().mean()) * (asked.total / total) ** 2
-        if left <= HALF_A_KEY**2:
+        if left <= asked.rounding:
             runs = _joined(asked, found)
             return runs if runs is not None and len(runs) <= _MOST_RUNS else None
         tried = [_best_run(asked, request, error, total) for request in _in_order(asked)]

@@ -61,8 +61,8 @@ Examples:
 )  # fmt: skip
 @shard_options
 @ray_option
-@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
-@click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
+@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures; -x: after one.")
+@click.option("-x", "stop_first", is_flag=True, hidden=True, help="Stop after the first, simplest cases first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:

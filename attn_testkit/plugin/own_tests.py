@@ -190,7 +190,7 @@ class OwnTests:
             self._drop(wanted)
             return kit_error(item, str(error))
         except BaseException:
-            # Interrupted in the middle, as by a timeout of pytest: the next test needs another process.
+            # If a test is interrupted, as by a timeout of pytest, the next test needs another process.
             self._drop(wanted)
             raise
         return prepared.ledger.judge(result)

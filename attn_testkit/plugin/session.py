@@ -224,7 +224,7 @@ class Session:
         self.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         ran = sum(result.status in RAN for result in self.results if result.case)
         if self.shard:
-            # The floor is one for all shards together.
+            # All shards together have one floor.
             ran = self.header.planned_in_all
         if ran < self.min_cases:
             what = "planned for all shards" if self.shard else "ran"

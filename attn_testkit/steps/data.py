@@ -602,6 +602,9 @@ def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
     if data.encoder:
         of_encoder = np.arange(len(slots)) >= len(data.out_cache_loc)
         rows = data.encoder.unowned_elsewhere(rows, of_encoder, _bytes_if_fp8(nan_of(data.stored_keys.dtype)))
+        if data.stored_values is not None:
+            # No pool stores the columns after narrower values, so a slot without an owner has zeros there, too.
+            rows[:, 1, ..., data.stored_values.shape[-1] :] = 0
     slots, order = slots.sort()
     return slots, rows[:, :, order].view(data.stored_keys.dtype)
 

@@ -24,7 +24,7 @@ from ..cases.derived_parameters import DERIVED_PARAMETERS, shallow_depth
 from ..cases.draft import Draft
 from ..cases.features.spans import spans_in
 from ..cases.plan import Plan
-from ..cases.plans import context_len_of, lens_of, make_plans
+from ..cases.plans import context_len_of, lens_of, make_plans, other_encoders
 from ..cases.spans import Span
 from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
@@ -543,20 +543,13 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
         prefixes = tuple(request.prefix for request in own)
         encoders: tuple[int, ...] = ()
         if case.encoder_len:
-            encoders = _other_encoders([request.encoder_len for request in own])
+            encoders = other_encoders([request.encoder_len for request in own])
             prefixes = tuple(each.decoder_prefix + more for each, more in zip(own, encoders, strict=True))
         alike = Plan(label, steps[0].bucket, prefixes, rotated=0, new=new, encoder_lens=encoders)
         return _build_step(case, len(steps), alike, sizes, steps[0])
     # Equal lengths have no other order, and "same lengths, other requests" is then the same thing.
     by_label = {step.label: step for step in steps}
     return by_label.get(label, by_label[_SAME_LENGTHS])
-
-
-def _other_encoders(lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the same encoders with other requests; if there are several requests, one has no encoder, which only eager
-    steps support."""
-    turned = [*lens[1:], lens[0]]
-    return (*turned[:-1], 0) if len(turned) > 1 else tuple(turned)
 
 
 def make_schedule(case: Case, numerics: Numerics = MODEL) -> Schedule:

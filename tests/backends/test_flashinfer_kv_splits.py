@@ -117,7 +117,7 @@ CAUSAL = PagePlan(
     custom_mask=None,
     page_size=4,
 )
-"""Five keys, of which two are new, and two that are both new."""
+"""A request of five keys, of which two are new, and a request of two keys, both new."""
 
 
 def planned(part: KVSplit, plan: PagePlan = CAUSAL, *, window: int = -1, masked: bool = True) -> PagePlan:

@@ -87,8 +87,8 @@ def test_a_slot_index_kernel_conforms(mode: str, execution: str) -> None:
 
 def test_a_slot_index_kernel_conforms_in_core_where_requests_are_short() -> None:
     core = generate(SlotIndexBackend.capabilities, ForwardMode.DECODE, "core")
-    cases = [case.id for case in core if sum(case.prefixes) < 600][::3]
-    assert len(cases) >= 20
+    cases = [case.id for case in core if sum(case.prefixes) < 600][::2]
+    assert len(cases) > 25
     found = check_backend(SlotIndexBackend, device="cpu", cases=cases, executions=["eager"])
     assert found.ok, found
 

@@ -26,6 +26,7 @@ VERIFY = "target-verify-gqa2x2-d128-bf16-p16-k1500.70-t0.0.1-shuffled-plus_minus
 WINDOW = "decode-gqa2x2-d128-bf16-p16-k1500.300-shuffled-plus_minus_one-w700-b2prod"
 SINKS = "decode-gqa2x2-d128-bf16-p16-k1500.300-shuffled-plus_minus_one-sink-b2prod"
 MLA = "decode-mla2-d512r64-bf16-p16-k1500.300-shuffled-plus_minus_one-b2prod"
+ONE_KEY = "decode-gqa2x2-d128-bf16-p16-k300.70-shuffled-plus_minus_one-w0-sink-b2prod"
 SMALL = "decode-mqa2-d32-bf16-p4-k20.9-shuffled-plus_minus_one-b2prod"
 N = 4097
 
@@ -126,6 +127,19 @@ def test_wrong_weights_are_no_miscount() -> None:
     ramp = torch.linspace(0.5, 1.5, N, dtype=torch.float64)
     out = expected.attention.clone()
     out[:, 0, :2] = torch.einsum("s,lsd->ld", ramp / ramp.sum(), expected.data.values[:, 0, :N, 0])[:, None]
+    comparison = step_of(schedule, expected, out)
+    assert not comparison.right
+    assert find_miscounts(comparison, 0) is None
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.4])
+def test_the_only_key_of_a_row_is_not_left_out_if_it_has_another_weight(weight: float) -> None:
+    # Such as of a soft cap after the mask, which gives a part of the weight to keys before the window.
+    schedule, expected = started(ONE_KEY)
+    windowed = make_layers(schedule.case)[0]
+    assert windowed.sliding_window_size == 0
+    out = expected.attention.clone()
+    out[0] *= weight
     comparison = step_of(schedule, expected, out)
     assert not comparison.right
     assert find_miscounts(comparison, 0) is None

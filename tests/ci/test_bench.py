@@ -1,4 +1,4 @@
-"""ci/bench.py: what it has measured is kept, and held against figures of the same machine alone. Nothing is timed."""
+"""ci/bench.py: its figures are kept, and compared only with figures of the same machine. The tests measure no time."""
 
 from __future__ import annotations
 

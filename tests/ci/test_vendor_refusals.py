@@ -1,4 +1,4 @@
-"""``ci/vendor_agreement.py --refusals``: what it says of kernels that agree with their fakes, and of others."""
+"""``ci/vendor_agreement.py --refusals``: what it prints about kernels that agree with their fakes, and about others."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_kernel_for_other_devices_or_that_is_not_installed_is_left_out(
 
 
 def test_arguments_that_a_kernel_cannot_make_are_its_disagreement(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are made by another function of the kernel's module, which an older one may not have."""
+    """Some arguments come from another function of the kernel's module, which an older module may lack."""
 
     def made(device: torch.device, kernel: Any) -> dict[str, Any]:
         return {"width": kernel.width()}

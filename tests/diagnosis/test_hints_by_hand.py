@@ -305,3 +305,20 @@ def test_a_shift_of_a_later_row_may_be_the_masks() -> None:
     for row, text in ((0, "that they count from is off"), (3, "that they count from, or the row of a mask is off")):
         found = attended({key + 1 for key in due}, row=row, wanted=frozenset(due))
         assert key_range(evidence(found)) == f"all KV tokens are shifted by 1: probably the length or position {text}"
+
+
+def test_a_window_that_is_shifted_beyond_the_first_token_is_a_shift_as_well() -> None:
+    due = frozenset(range(3, 15))
+    cut = attended(set(range(11)), wanted=due, length=20)
+    assert key_range(evidence(cut)).startswith("all KV tokens are shifted by -4: probably the length or position")
+    assert "shifted" not in key_range(evidence(attended(set(range(11)) - {5}, wanted=due, length=20)))
+    assert "shifted" not in key_range(evidence(attended({*range(1, 11)}, wanted=due, length=20)))
+
+
+def test_a_shift_by_the_number_of_new_rows_is_a_length_without_them() -> None:
+    four = make_schedule(parse_case("draft-extend-v2-mqa2-d32-fp32-p1-k30.14-n4a4x2-shuffled-gauss-w11-b2prod"))
+    due = frozenset(range(3, 15))
+    text = "the last 4 KV tokens are missing, as many as the request has new rows, and the window begins as many too"
+    assert key_range(evidence(attended(set(range(11)), wanted=due, length=18), schedule=four)).startswith(text)
+    of_three = attended(set(range(12)), wanted=due, length=18)
+    assert key_range(evidence(of_three, schedule=four)).startswith("all KV tokens are shifted by -3")

@@ -362,6 +362,17 @@ def test_no_hint_guesses_at_what_is_known(slug: str, case: str, execution: str, 
     assert said not in findings(slug, case, execution)[0].hint
 
 
+@pytest.mark.parametrize("data", ["shifted", "one_hot", "peaked"])
+@pytest.mark.parametrize("lens", ["600.70.12", "300.280"])
+def test_products_in_fp8_are_not_taken_for_a_wrong_scale_head_or_layer(lens: str, data: str) -> None:
+    bs = len(lens.split("."))
+    case = f"decode-gqa2x2-d64-bf16-p16-k{lens}-shuffled-{data}-kvfp8e4m3-b{bs}prod"
+    (found, *_) = findings("fp8-partial-sums-of-few-weights", case, "eager")
+    assert "matmul_dtype" in found.hint
+    for said in ("k_scale", "v_scale", "KV buffer of one layer", "mapped wrongly", "output is rounded to FP8"):
+        assert said not in found.hint
+
+
 @pytest.mark.parametrize(
     ("slug", "tokens"), [("block-zeroing-spills-into-neighbour", "KV token 8 of request 2 does"),
                          ("swa-write-locs-synthesised-zero", "KV token 7 of request 0 does")]

@@ -1,4 +1,4 @@
-"""Rows that are right for the length of another request: named, and not where a length is off by itself."""
+"""Rows that are right for the length of another request are named as such, unless a length is off by a constant."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "reads_foreign": False,
         "right_with_zeros": True,
         "computes_nan": False,
+        "can_be_asked": False,
         "wrong_shapes": [HeadShape(4, 2, 32)],
         "comparison": Of(unwritten=torch.zeros(1, step.tokens, 4, 32, dtype=torch.bool)),
     }

@@ -114,6 +114,11 @@ def test_values_that_are_rounded_to_fp8_on_their_way_are_reported_from_wrong_wei
     same = attended(VERIFY, 0)
     said = "the output is rounded to FP8"
     assert right_keys(evidence(VERIFY, rounded, attended=same)).startswith(said)
+    scaled = (right(VERIFY) / 0.3).to(torch.float8_e4m3fn).float() * 0.3
+    assert right_keys(evidence(VERIFY, scaled, attended=same)).startswith(said)
+    # Weights in FP8 leave errors of the same size, and any values.
+    drawn = torch.rand(rounded.shape, generator=torch.Generator().manual_seed(0)) / 8 + 15 / 16
+    assert said not in right_keys(evidence(VERIFY, right(VERIFY) * drawn, attended=same))
     rounded[0, 0, 0, 0] *= 1.2
     assert "the output is rounded to FP8" not in right_keys(evidence(VERIFY, rounded, attended=same))
     steeper = with_data(VERIFY, q=evidence(VERIFY, rounded).expected.data.q * 1.1)

@@ -30,7 +30,7 @@ STATES = "decode-gdn4x2-d64-bf16-p8-k33-shuffled-mild_decay-k32w2s32-b5prod"
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the table under a heading, its head left out."""
+    """The cells of the table under a heading, without those of its head."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
     return rows[2:]

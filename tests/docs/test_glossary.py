@@ -160,7 +160,7 @@ def test_every_entry_names_a_page_and_none_takes_the_name_of_another_check() -> 
         assert DOCS / entry.page in all_pages(), entry.word
         assert ENTRIES[entry.word] is entry, f"{entry.word} has two entries"
     shadowed = {word for entry in all_entries() for word in (entry.word, *entry.also)} & set(CHECKS)
-    # `explain` prints both of it.
+    # `explain` prints both texts of an entry.
     assert shadowed == {"log-sum-exp"}
 
 

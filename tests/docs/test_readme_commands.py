@@ -66,7 +66,7 @@ def test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands(proj
     line = commands_of_a_backend()[number]
     assert end in line
     command = line.replace(end, instead) if end else line + instead
-    # As an installer would write it: what runs here need not have one.
+    # As an installer writes it, since the environment of this test may have no such script.
     script = project / "bin" / "pytest"
     script.parent.mkdir()
     script.write_text(f"#!{sys.executable}\nimport sys, pytest\nsys.exit(pytest.console_main())\n")

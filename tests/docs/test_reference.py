@@ -41,7 +41,7 @@ GROUPS = {
     "Promises": ["deterministic", "batch_invariant", "mode_invariant", "lse"],
     "Requirements": ["needs_cpu_seq_lens", "finite_page_tails", "requires", "mode_requires"],
 }  # fmt: skip
-"""Groups of capabilities, some of them, and their fields."""
+"""Some groups of capabilities -> the fields of each."""
 
 
 @pytest.fixture

@@ -246,3 +246,19 @@ def test_a_context_of_an_undeclared_mode_or_place_is_refused() -> None:
         refuse_undeclared(DECLARED, context)
         with pytest.raises(Unsupported, match=what):
             refuse_undeclared(narrow, context)
+
+
+@pytest.mark.parametrize("words", ["", "-kvfp8e4m3"])
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        "decode-gqa2x2-d32r64-bf16-p4-k2.40.9.17-shuffled-gauss{}-cross13-b5prod",
+        "extend-gqa2x2-d32r64-bf16-p4-k0.40.9.0-n9a7.5.1.20-shuffled-gauss{}-cross13-b4prod",
+    ],
+)
+def test_keys_wider_than_values_may_have_an_encoder(case_id: str, words: str) -> None:
+    # Values of the pool end before its keys do, also in layers that store neither.
+    plan = plan_run(backends=["torch_native"], device="cpu", cases=[case_id.format(words)], executions=["eager"])
+    (item,) = (item for item in plan.items if item.execution == "eager")
+    result = run_item(item, plan)
+    assert not result.findings, result.findings[0].headline

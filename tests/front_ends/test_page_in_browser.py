@@ -80,7 +80,7 @@ def choose(page: Page, name: str, value: str) -> None:
 
 
 def visible(page: Page, selector: str) -> int:
-    """Elements that take up room."""
+    """Elements of the page that have a size."""
     return page.run(f"[...document.querySelectorAll({selector!r})].filter(e => e.getClientRects().length).length")
 
 

@@ -1,4 +1,4 @@
-"""Runs that looked green by careless use, and their controls."""
+"""Runs that looked green because the kit was used carelessly, and their controls."""
 
 from __future__ import annotations
 

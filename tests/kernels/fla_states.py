@@ -176,7 +176,7 @@ class FLA(StateBackend):
     def arguments(
         self, rows: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
     ) -> dict[str, torch.Tensor]:
-        """q, k, v [T, Hv, ...] and gates of FLA's kernels."""
+        """Return q, k and v [T, Hv, ...] and the gates as FLA's kernels expect them."""
         keys, values, ratio = layer.k_heads * layer.k_dim, layer.v_heads * layer.v_dim, layer.v_heads // layer.k_heads
         parts = [values, keys, keys] if layer.kind == "mamba" else [keys, keys, values]
         first, second, third = torch.split(rows, parts, -1)

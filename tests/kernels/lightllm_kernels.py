@@ -16,7 +16,7 @@ _OPS = "lightllm.models.llama.triton_kernel"
 
 
 class GQADecode(KernelBackend):
-    """``gqa_decode_attention_fwd``: one row for each request, over a table of slots. Scale 1/sqrt(D) alone."""
+    """``gqa_decode_attention_fwd``: one row for each request, over a table of slots. The only scale is 1/sqrt(D)."""
 
     capabilities = Capabilities(
         eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mha", "gqa", "mqa"},

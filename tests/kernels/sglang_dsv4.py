@@ -20,7 +20,7 @@ _UNIFIED = "sglang.kernels.ops.attention.dsv4.unified_kv_kernels"
 
 
 class UnifiedDecode(KernelBackend):
-    """``sparse_attn_v4_paged_decode``: lists of slots, one behind the other, without -1."""
+    """``sparse_attn_v4_paged_decode``: lists of slots, one after the other, without -1."""
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mla"}, dtypes={"bf16", "fp16"},
@@ -81,6 +81,6 @@ def lists(indices: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def sink_of(layer: Any, q: torch.Tensor) -> torch.Tensor:
-    """[H] float32: the logit of the sink; -inf where the layer has none."""
+    """[H] float32: the logit of the sink; -inf if the layer has no sinks."""
     none = torch.full((q.shape[1],), -torch.inf, device=q.device)
     return none if layer.sinks is None else layer.sinks.float()

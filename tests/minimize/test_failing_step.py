@@ -30,7 +30,7 @@ class WrongInLayer4(TorchNativeBackend):
     def forward(
         self, q: Any, k: Any, v: Any, layer: AttentionLayer, batch: ForwardBatch, *more: Any, **named: Any
     ) -> Any:
-        """Attend, and double what layer 4 gives for that length."""
+        """Return the right output, doubled in layer 4 if the first request has ``LENGTH`` keys."""
         out = super().forward(q, k, v, layer, batch, *more, **named)
         return out if layer.layer_id != 4 else out.mul_(torch.where(batch.seq_lens[0] == LENGTH, 2.0, 1.0))
 

@@ -37,7 +37,7 @@ WIDTHS = {VERIFY: 3, V1: 4, V2: 4}
 
 
 class Spy(MinimalBackend):
-    """Healthy; remembers what it was given."""
+    """Healthy backend that keeps the arguments of its calls."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)

@@ -236,7 +236,7 @@ def test_all_modes_share_one_instance_and_replay_interleaved() -> None:
 
 
 class Legacy(LegacyGraphHooks, MinimalBackend):
-    """The older pair of hooks, as servers called it."""
+    """A backend with the older pair of hooks, which older servers called."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)

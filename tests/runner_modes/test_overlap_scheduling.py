@@ -1,4 +1,4 @@
-"""A step that is planned while the device is still busy with the one before: which one, and when."""
+"""Which step is planned while the device is still busy with the step before, and when."""
 
 from __future__ import annotations
 

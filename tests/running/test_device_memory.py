@@ -1,4 +1,6 @@
-"""The kit on a device's allocator: it poisons what is free, reserves nothing for that, and gives back what is idle."""
+"""How the kit uses a device's allocator: it poisons free blocks, reserves no memory for that, and returns idle
+blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device hands out memory with whatever was there; after a failure the kit asks again with known bytes in it."""
+"""A device allocates memory without clearing it; after a failure the kit runs the step again with known bytes there."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_the_last_page_example_tells_the_story() -> None:
     assert "request 3 wrong in" in text
     assert "requests 0-2 right" in text
     assert "attended request 3 attended to KV tokens 0..127, expected 0..128" in text
-    assert "only requests with a partly filled last page are wrong" in text
+    assert "a partly filled last page is probably dropped" in " ".join(text.split())
     assert case.split("-k")[0] in text
     # What is printed as reproduction reproduces.
     words = repro_command(result, plan.header).split()

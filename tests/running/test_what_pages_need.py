@@ -74,8 +74,8 @@ def test_a_record_keeps_both(off_by_one, tmp_path):
 def test_one_bug_is_a_few_causes_however_many_case_runs_it_breaks(off_by_one, packed_stride):
     (largest, *others) = group_failures(off_by_one.failures)
     assert len(largest.results) + sum(len(group.results) for group in others) == len(off_by_one.failures) == 8
-    # In requests of two pages the lost last page is also what comes after a capacity of one page.
-    assert len(others) <= 4
+    # If all requests lack equally many tokens, an end that is off by as many explains it as well.
+    assert len(others) <= 1
     assert largest.check == "matches-oracle"
     assert "KV token" in largest.cause
     assert "missing" in largest.cause

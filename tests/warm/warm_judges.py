@@ -1,4 +1,4 @@
-"""The process that ``warm_judge`` forks judges from: ``serve`` runs until stdin is closed.
+"""The process from which ``warm_judge`` forks judges: ``serve`` runs until stdin is closed.
 
 It has one thread, imports no candidate, and gives each fork what ``JudgeProcess`` gives a fresh interpreter: path,
 environment, folder, files, and a session of its own. Like a judge's, its ``__main__`` is not a file: workers would

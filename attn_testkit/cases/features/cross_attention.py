@@ -102,7 +102,6 @@ CROSS_ATTENTION = Feature(
                 "packed rows": "no model has both",
                 "heads with their own scaling": "no model has both",
                 "heads by layer": "no model has both",
-                "keys wider than values": "no model has both",
                 "multi-mode instance": "target-verify and drafts have no encoder",
                 "loop": "the model of a loop has no encoder",
                 "chunks": "encoder keys belong to requests that begin",

@@ -201,6 +201,41 @@ def window_on_new_rows_alone(e: Evidence) -> Iterator[Supposed]:
     )
 
 
+@hint(Level.PLACE, when=_rows_in_order, silences=("last_page",))
+def last_pages_missing(e: Evidence) -> str:
+    """Wrong rows are right without the KV tokens of a partly filled last page, and so are all others."""
+    if not only_last_pages_missing(e):
+        return ""
+    return (
+        "a partly filled last page is probably dropped: in every wrong request its KV tokens are missing, and the "
+        "result is right without them"
+    )
+
+
+def only_last_pages_missing(e: Evidence) -> bool:
+    """True if every row is right without the KV tokens of its request's last page, if that is partly filled, with or
+    without those of an only page; and if an end that is off by as many in all requests does not explain it."""
+    page, lens = e.schedule.case.page_size, torch.tensor(e.lens)
+    if page == 1 or not _rows_in_order(e):
+        return False
+    whole = lens // page * page
+    if _right_up_to(e, lens - (lens - whole)[e.wrong].min()):
+        return False
+    return any(_right_up_to(e, ends) for ends in (torch.where(whole > 0, whole, lens), whole))
+
+
+def may_end_at(e: Evidence, end: int) -> bool:
+    """False if it is known that rows are not what they are without all KV tokens from ``end`` on in every request."""
+    return not e.can_be_asked or _right_up_to(e, torch.full((e.step.bs,), end))
+
+
+def _right_up_to(e: Evidence, ends: torch.Tensor) -> bool:
+    """True if every row is right if its request has only the KV tokens before its entry of ``ends`` [B]."""
+    data = e.expected.data
+    before = torch.arange(data.visible.shape[-1]) < ends[:, None, None]
+    return e.right_for(Supposed(data=replace(data, visible=data.visible & before), every_row=True))
+
+
 def _lengths_can_be_asked(e: Evidence) -> bool:
     case, comparison = e.schedule.case, e.comparison
     if case.head_maps or max(e.lens, default=0) > LONGEST or e.misrouted or e.branches or not variant_of(case).causal:

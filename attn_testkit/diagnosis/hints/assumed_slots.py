@@ -200,7 +200,11 @@ def _head_by_head(e: Evidence, others: Sequence[Supposed], *, own: bool = True) 
     wrong = e.comparison.wrong.any(-1)
     misrouted = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
     found: dict[int, int] = {}
+    answer = e.expected.attention.clone()
     for number, supposed in enumerate(others):
         right = (e.near(supposed) | ~wrong).flatten(0, 1).all(0)
-        found.update({h: number for h in misrouted if h not in found and right[h] and (own or h != number)})
-    return sorted(found.items()) if len(found) == len(misrouted) else []
+        new = [h for h in misrouted if h not in found and right[h] and (own or h != number)]
+        if new:
+            answer[:, :, new] = e.answer(supposed)[:, :, new]
+        found.update(dict.fromkeys(new, number))
+    return sorted(found.items()) if len(found) == len(misrouted) and e.explained_by(answer) else []

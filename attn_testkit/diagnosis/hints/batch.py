@@ -125,6 +125,8 @@ def last_page(e: Evidence) -> str:
     page = e.schedule.case.page_size
     if page == 1 or not e.wrong:
         return ""
+    if e.attended is not None and not e.attended.used:
+        return ""  # a row that reads none of its own KV tokens has another reason
     partly = [i for i, n in enumerate(e.lens) if n % page]
     if e.wrong == partly and len(partly) < e.step.bs:
         return "only requests with a partly filled last page are wrong"

@@ -9,6 +9,7 @@ import torch
 from ...cases.features.server.table import variant_of
 from ...steps.kv_groups import group_of_place, pages_in_pool
 from ..changed_case import ChangedCases, most_rows
+from .assumed_keys import only_last_pages_missing
 from .evidence import Evidence, Supposed
 from .hint import Level, hint
 from .numbers import DATA_SUSPECTS, RESCALING
@@ -208,6 +209,8 @@ def later_tiles(e: Evidence) -> str:
     if e.right_for(Supposed(data=replace(data, visible=data.visible & (torch.arange(data.visible.shape[-1]) < most)))):
         why = f"a fixed capacity of {most}{_last_page(e, most)}, or {left_out}"
         return f"KV tokens from {most} on are missing: {why} ({known})"
+    if only_last_pages_missing(e):
+        return ""
     return f"{known}: probably not a wrong length, but {left_out}"
 
 

@@ -280,18 +280,29 @@ def key_range(e: Evidence) -> str:
             )
         return _before_the_window(e, attended, extra)
     if missing and extra:
-        shift = min(attended.used) - min(attended.wanted)
-        if attended.used == {key + shift for key in attended.wanted}:
-            of_mask = ", or the row of a mask" if attended.row else ""
-            return (
-                f"all KV tokens are shifted by {shift}: probably the length or position that they count from{of_mask} "
-                "is off"
-            )
+        if shifted := _shifted(e, attended):
+            return shifted
         return (
             "other KV tokens than the right ones are attended to: probably a mask, window or row offset of another "
             "request or layer"
         )
     return ""
+
+
+def _shifted(e: Evidence, attended: AttendedKeys) -> str:
+    """All KV tokens are as far from the right ones as the last one is, except those that would be before the first."""
+    shift = max(attended.used) - max(attended.wanted)
+    if attended.used != {key + shift for key in attended.wanted if key + shift >= 0}:
+        return ""
+    new = e.step.requests[attended.request].new
+    if shift == -new < -1:
+        return (
+            f"the last {new} KV tokens are missing, as many as the request has new rows, and the window begins as many "
+            "too early: probably a length omits the new rows or subtracts them twice, so look at what seq_lens counts "
+            "in this mode"
+        )
+    of_mask = ", or the row of a mask" if attended.row else ""
+    return f"all KV tokens are shifted by {shift}: probably the length or position that they count from{of_mask} is off"
 
 
 def _twice(e: Evidence, attended: AttendedKeys) -> str:

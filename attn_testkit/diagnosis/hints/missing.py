@@ -9,6 +9,7 @@ from ...cases.features.server.table import variant_of
 from ...steps.data import make_layers
 from ...steps.schedule import Request
 from ..attended_keys import AttendedKeys, ranges
+from .assumed_keys import may_end_at, only_last_pages_missing
 from .batch import length_threshold
 from .evidence import SMALLEST_TILE, Evidence
 from .rows import counted_as_widest, uneven_offsets
@@ -208,7 +209,10 @@ def _cut_off(m: _Missing) -> str | None:
             f"page table or grid that is too small for this length{narrow}"
         )
     if page > 1 and first == last // page * page:
-        capacity = f", or a fixed capacity of {first}" if _may_be_a_capacity(first, SMALLEST_TILE) else ""
+        of_all = may_end_at(e, first)
+        if not of_all and only_last_pages_missing(e):
+            return ""
+        capacity = f", or a fixed capacity of {first}" if of_all and _may_be_a_capacity(first, SMALLEST_TILE) else ""
         if count == 1:
             return (
                 "the last KV token is missing, the only one in the last page: probably seq_lens of this mode, an "

@@ -163,11 +163,24 @@ def _rounded_to_fp8(e: Evidence) -> bool:
     )
     off = (out - want).abs() - limit
     near, far = off <= (want.abs() / 16).clamp(min=_LEAST), off > (want.abs() / 64).clamp(min=_LEAST / 4)
-    return bool(near.all()) and int(far.sum()) >= _MANY
+    return bool(near.all()) and int(far.sum()) >= _MANY and all(map(_few_significands, e.comparison.out, heads))
 
 
 _MANY, _LEAST = 32, 2.0**-9
 """Least number of values that are not near by chance; rounding error of numbers below FP8's exponents."""
+
+
+def _few_significands(out: torch.Tensor, heads: torch.Tensor) -> bool:
+    """True if the values of some heads of a layer may have passed through e4m3, which has 8 significands: a scale that
+    is not a power of two makes twice as many, and the rounding after it some more. Products in FP8 give any values.
+
+    ``out`` [T, Hq, D], ``heads`` [T, Hq] bool.
+    """
+    significands, _ = torch.frexp(out[heads].double())
+    return len(set(significands.abs().tolist())) <= _MOST_SIGNIFICANDS
+
+
+_MOST_SIGNIFICANDS = 40
 
 
 def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:

@@ -66,7 +66,7 @@ class Child:
         self._reader = reader
         self._mark = 0
         self._heard = False
-        # The process that it is forked from says how it ended, and may itself be killed before.
+        # The parent process reports how the fork ended, unless the parent is killed first.
         self._forked: Forked | None = None
         self._deadline = self._seconds = 0.0
         handle, self._words = tempfile.mkstemp(prefix="attn-testkit-child-")

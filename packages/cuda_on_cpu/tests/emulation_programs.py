@@ -97,7 +97,7 @@ def random_steps(seed: int) -> list[Step]:
 
 
 def run(steps: list[Step], inputs: Matrices) -> Matrices:
-    """Run a program; the answer holds the inputs and some of what was made."""
+    """Run a program. The answer contains its inputs and some of its results."""
     values = list(inputs)
     for step in steps:
         x, y = values[step.a % len(values)], values[step.b % len(values)]

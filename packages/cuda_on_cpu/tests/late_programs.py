@@ -140,7 +140,7 @@ def launched(right: bool) -> torch.Tensor:
 
 
 def made_by_a_side_stream(right: bool) -> torch.Tensor:
-    """What a stream computes into new memory is not late; what it changes afterwards is."""
+    """A result that a stream writes into new memory is not late; a change that it makes afterwards is."""
     weight, side = filled(1, 8, 4), forked()
     with torch.cuda.stream(side):
         busy()

@@ -352,7 +352,7 @@ PROGRAMS = (
 
 
 def measured(program: Program, right: bool) -> str:
-    """First numbers that a program leaves, in each of three runs."""
+    """The first number of a program's result in each of three runs."""
     try:
         left = {str(program.run(right).flatten()[:4].tolist()) for _ in range(3)}
     except EmulationError as error:

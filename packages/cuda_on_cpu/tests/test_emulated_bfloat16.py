@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("cuda"),
     # Triton before 3.9, with a NumPy that warns of it
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    # infinities and NaN take part
+    # Infinities and NaN are among the inputs.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
 ]
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2

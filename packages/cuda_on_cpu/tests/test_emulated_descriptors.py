@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory):
-    """What the stock interpreter leaves, in a process that has never seen the emulation."""
+    """Results of the stock interpreter, from a process that has not imported the emulation."""
     path = tmp_path_factory.mktemp("stock") / "found.pt"
     command = [sys.executable, "-W", "ignore", kernels.__file__, str(path)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

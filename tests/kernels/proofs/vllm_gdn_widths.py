@@ -24,7 +24,7 @@ FLOAT32 = {"A_log_ptr", "dt_bias_ptr", "g_ptr", "beta_ptr"}
 
 
 def refused(key: int, value: int) -> str:
-    """What Triton says, or nothing."""
+    """Return the text of Triton's error; empty if there is none."""
     from triton._C.libtriton import ir
 
     constants = SIZES | {"K": key, "V": value, "BK": key, "BV": value}

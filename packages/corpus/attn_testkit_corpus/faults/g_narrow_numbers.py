@@ -90,6 +90,28 @@ class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
         return p.to(_E4M3).float() / total
 
 
+@fault(
+    "general; FP8 kernels of vLLM on an H200, whose errors were once reported as a wrong scale",
+    "matches-oracle",
+    "matmul_dtype",
+)
+class Fp8PartialSumsOfFewWeights(Fp8Probabilities):
+    """Products are made in FP8 although matmul_dtype declares the model's dtype: probabilities below 2^-10 of a row's
+    largest are 0, and the partial result of each split is rounded to bf16."""
+
+    capabilities = FP8
+
+    def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return p.masked_fill(p < 2.0**-10, 0.0).to(_E4M3).float() / total
+
+    @override
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        super().partials(logits, seen, values, acc, lse)
+        acc.copy_(acc.bfloat16().float())
+
+
 @fault("general; fp16 accumulators of tensor cores", "matches-oracle", "sums", slug="sums-of-16-bits")
 class SumsOf16Bits(TiledBackend):
     """P V of fp16 is accumulated in fp16, sixteen keys at a time."""

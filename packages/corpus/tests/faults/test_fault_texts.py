@@ -87,7 +87,7 @@ def test_a_fault_is_caught_as_expected_and_its_text_points_at_the_cause(slug: st
 
 
 def test_a_plan_that_replaces_a_tensor_of_its_own_is_not_taken_for_a_stale_address() -> None:
-    # Both keep a fresh tensor on self at every replay, and the graph reads neither.
+    # Both backends keep a new tensor on self at every replay, which no graph reads.
     for slug in ("row-stride-from-live-batch-max", "pad-indptr-tail-runs-backwards"):
         verdict = run_task(Task("fault", slug), Settings(device="cpu"), Runner(Options(in_process=True)))
         assert isinstance(verdict, FaultVerdict)

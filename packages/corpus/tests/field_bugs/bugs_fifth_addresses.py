@@ -195,7 +195,7 @@ class ChunkOfPages(Varlen):
     execution="graph",
 )
 class CombineFixedQ(SplitKV):
-    """The step that merges splits takes request * longest + place for the row."""
+    """The kernel that merges splits computes the row as request * longest + position."""
 
     def finish(self, out, rows):
         longest = rows.plan.cu_seqlens_q.diff().max()

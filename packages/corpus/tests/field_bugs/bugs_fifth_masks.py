@@ -46,7 +46,9 @@ class MaskRowPerHead(Tiled):
 
 @bug("ik_llama.cpp #2186", "decode-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-interleaved-gauss-w11-b7prod")
 class SwaTailByLongest(Tiled):
-    """Layers with a window cut off old keys once for the batch, where its longest request's window begins."""
+    """Layers with a window leave out old keys of the whole batch, up to where the window of the longest request
+    begins.
+    """
 
     capabilities = declared("decode", windows={"decode"})
 

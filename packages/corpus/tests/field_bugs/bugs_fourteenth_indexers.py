@@ -136,7 +136,7 @@ class BinOf4096(IndexerParent):
     "selects-best",
 )
 class LastLayerReuses(IndexerParent):
-    """The last layer has the selection of the layer before it, not its own indexer's."""
+    """The last layer uses the selection of the layer before it instead of that of its own indexer."""
 
     capabilities = IndexerParent.capabilities.with_changes(sparse=Sparse(topk={16}, indexer=Indexer(heads={4})))
     last = None

@@ -12,7 +12,7 @@ from attn_testkit_corpus.faults.states import StateParent
 
 @bug("flashinfer #4219", "decode-mamba4x2-d64-bf16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod", "output-contract")
 class OutputIsKept(StateParent):
-    """Without an output given, the same tensor is returned for each call of a number of rows."""
+    """If no output is passed, all calls with equally many rows return the same tensor."""
 
     capabilities = StateParent.capabilities.with_changes(server={"output_lifetime": "model"})
 

@@ -16,7 +16,7 @@ from attn_testkit_corpus.faults.catalogue import bug
     execution="graph",
 )
 class NewObjectsAtReplay(Planned):
-    """Metadata are made anew at a replay, where the graph's were to be filled."""
+    """A replay makes new metadata instead of filling those that the graph reads."""
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         if in_capture:
@@ -195,7 +195,7 @@ class OneVariantForAll(Known):
 
 @bug("mirage #709", "extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod")
 class MaxTokensEight(Known):
-    """A task has 8 tokens, whatever the batch."""
+    """A task has 8 tokens, however large the batch is."""
 
     capabilities = declared("decode", "extend", **WIDE)
 

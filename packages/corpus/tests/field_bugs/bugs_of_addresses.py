@@ -26,7 +26,9 @@ class NoLoopForSmallHeads(Tiled):
 
 @bug("HipKittens #22", "extend-gqa4x2-d64-bf16-p16-k0.1.16-n11a15.16.2-shared-shifted-b3prod", "output-written")
 class HeadsSwizzledAsASquare(Tiled):
-    """Blocks take heads as if there were as many groups as heads in one: some are taken twice, others never."""
+    """Blocks choose heads as if there were as many groups as a group has heads, so some heads are computed twice and
+    others never.
+    """
 
     capabilities = declared("decode", "extend", gqa_ratios={2, 4})
 
@@ -146,7 +148,7 @@ class GroupsOfMoreThanEight(Tiled):
 
 @bug("llama.cpp #19115", "decode-gqa3x2-d64-bf16-p1-k0.1.8-shuffled-peaked-b3prod")
 class GroupPaddedToPowerOfTwo(Tiled):
-    """The group is padded to a power of 2: wrong KV heads for groups of 3 and 6."""
+    """The group is padded to a power of 2, so groups of 3 and 6 read wrong KV heads."""
 
     capabilities = declared("decode", "extend", gqa_ratios={2, 3, 4, 6})
 
@@ -193,7 +195,7 @@ class CombinedRowsAtHeadSize(Tiled):
 
 @bug("vLLM #40859, vLLM #40766", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-chunks3-reversed-gauss-b7nan")
 class SingleTokensExpectedFirst(Tiled):
-    """Rows of requests with one token are expected in front of the others in a mixed batch."""
+    """In a mixed batch, rows of requests with one token are expected before all other rows."""
 
     capabilities = declared("extend")
 
@@ -254,7 +256,7 @@ class RowOffsetOverflows(Tiled):
     "writes-own-kv",
 )
 class AppendedByNumberOfQueryHeads(Tiled):
-    """The cache append reads new keys and values with the number of query heads."""
+    """The kernel that appends to the cache reads new keys and values with the number of query heads as their stride."""
 
     def write_kv(self, k, v, plan):
         def misread(new):

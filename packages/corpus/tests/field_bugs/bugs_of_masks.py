@@ -1,4 +1,4 @@
-"""Which keys a row sees: windows, causal and other masks, lengths, new rows."""
+"""Bugs about the keys that a row sees: windows, causal and other masks, lengths, new rows."""
 
 from __future__ import annotations
 

@@ -193,7 +193,9 @@ class NewRowsReadByStrideOfThePrefix(TwoParts):
 
 @bug("TensorRT-LLM #19112", "extend-gqa2x2-d64-bf16-p16-k1.2.3.4.5.6.7.8.9.10.11.12.13-n2a2x13-shuffled-gauss-b24prod")
 class MaximumOfTheDefaultScale(TwoParts):
-    """The maximum that is handed on is of 1 / sqrt(d), the softmax of the layer's scale: parts merge wrongly."""
+    """The maximum for the merge is that of logits scaled by 1 / sqrt(d), and the softmax has the layer's scale, so
+    parts are merged wrongly.
+    """
 
     capabilities = declared("extend")
 

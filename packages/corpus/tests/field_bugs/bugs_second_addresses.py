@@ -225,7 +225,7 @@ class SplitReduceForgetsItsOffset(Tiled):
     execution="graph",
 )
 class OutputStoredUnlessExact(Tiled):
-    """The output is stored by block kv_len // 64 (256 there), which never comes where 64 divides the length."""
+    """Block kv_len // 64 (256 upstream) stores the output, and no such block runs if 64 divides the length."""
 
     capabilities = declared("decode")
 

@@ -296,7 +296,7 @@ class PaddingUpdatesStates(Gdn32):
     """Shorter requests of a prefill are padded with rows of zeros, which update their states."""
 
     def forward(self, mixed, a, b, layer, batch):
-        # The windows before the step are overwritten by it; those behind the rows follow from them.
+        # The windows before the step are overwritten by it; those after the rows follow from them.
         out = super().forward(mixed, a, b, layer, batch)
         if self.mode is not ForwardMode.EXTEND:
             return out

@@ -66,7 +66,9 @@ class SkipPrepare(SharedMeta):
 
 
 class LengthsThroughPinnedMemory(Varlen):
-    """Healthy: the table is cut by lengths that come to the host through pinned memory, and are waited for."""
+    """Healthy parent: it waits for lengths that are copied to the host through pinned memory, and cuts the table by
+    them.
+    """
 
     capabilities = Varlen.capabilities.with_changes(server={"eager_without_waits": False}, graph=())
 
@@ -83,7 +85,7 @@ class LengthsThroughPinnedMemory(Varlen):
 
 @bug("flashinfer #564", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "completes")
 class AsyncD2H(LengthsThroughPinnedMemory):
-    """Lengths go to the host without a wait, and are read at once."""
+    """Lengths are copied to the host without a wait, and are read at once."""
 
     def wait(self):
         pass

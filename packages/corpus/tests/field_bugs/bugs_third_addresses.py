@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug, helper
 
 @bug("TileOPs #1787", "decode-gqa4x2-d64-bf16-p192-k7x2-contiguous-negative-b5stale", execution="graph")
 class PageTailSkipped(Tiled):
-    """A page of 192 has one whole tile of 128 keys: decode leaves out the rest of each page."""
+    """A page of 192 keys has one whole tile of 128, and decode leaves out the other 64 keys of each page."""
 
     capabilities = wide_capabilities("decode", "extend", page_sizes={64, 128, 192})
 

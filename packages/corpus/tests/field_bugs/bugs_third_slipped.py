@@ -1,4 +1,4 @@
-"""Bugs of the third set that slipped through its first runs, with cases that there were not then."""
+"""Bugs of the third set that its first runs missed. Their cases were added later."""
 
 from __future__ import annotations
 

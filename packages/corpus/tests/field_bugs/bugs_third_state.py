@@ -1,4 +1,4 @@
-"""What is planned and kept; bugs of the third set."""
+"""Bugs of the third set about plans, and about state that is kept."""
 
 from __future__ import annotations
 

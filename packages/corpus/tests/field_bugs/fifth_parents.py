@@ -1,4 +1,4 @@
-"""Attention of rows that each have their own keys, in one piece: what two parents of the fifth set end with."""
+"""Attention, in one piece, of rows that have keys of their own: the last part of two parents of the fifth set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split-KV: a row's keys in four splits, partial results in memory that is kept, and a step that merges them."""
+"""Split-KV: a row's keys in four splits, partial results in a workspace, and a kernel that merges them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SplitKV(Tiled):
         return index // self.length(rows)[:, None]
 
     def is_of(self, number, index, rows):
-        """Which keys a split attends."""
+        """The keys to which each split attends."""
         return self.split_of(index, rows) == number
 
     def length(self, rows):

@@ -9,7 +9,9 @@ from attn_testkit.contract import LogSumExp
 
 
 class WithKVSplits(Tiled):
-    """A part of the keys by its own list of slots, as a rank has it, and the log-sum-exp; it merges."""
+    """Attention over a part of the keys, by a list of slots as a rank has it, with log-sum-exps, and the merge of the
+    parts.
+    """
 
     capabilities = declared(
         "decode", "extend", page_sizes={16},

@@ -1,4 +1,4 @@
-"""The bugs of ``families.md`` I.11 put into SGLang's GDN and Mamba2 classes, by the same lines for both kits.
+"""Published bugs of recurrent states, put into SGLang's GDN and Mamba2 classes by the same lines for both kits.
 
     export PYTHONPATH=packages/servers/tests/bridges
     attn-testkit run --backend sglang_state_side:NothingCommitted --mode target-verify

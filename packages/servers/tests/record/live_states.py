@@ -1,4 +1,4 @@
-"""Classes whose layers keep a state, as a server has them, watched."""
+"""Watched classes of a server whose layers keep a state."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class VLLMLatentBackend(VLLMBackend):
             )
         if kv_dtype != "auto":
             cache = cache.view(torch.float8_e4m3fn)
-        # Rows of prefills attend by ``forward_mqa``, too, if their keys are selected (``sparse_mla_force_mqa``).
+        # Rows of prefills go through ``forward_mqa``, too, if their keys are selected (``sparse_mla_force_mqa``).
         rows = q[: metadata.num_actual_tokens if layer.topk else metadata.num_decode_tokens]
         query: Any = (rows[..., :rank], rows[..., rank:])
         if of_vllm.quantized_queries is not None and of_vllm.impl.supports_quant_query_input:
