@@ -34,7 +34,8 @@ _MIXED = ((0, 60, 25, 0), (70, 1, 1, 1))
 def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     """Cases of a tier in addition to its array, for one mode of a backend that keeps states."""
     array = array_of(declared, mode, tier)
-    first = array.build(array.rows()[0])
+    # Layers of a draft model keep no state: its modes have no rows.
+    first = next(map(array.build, array.rows()), None)
     for case in _cases(declared, mode, tier, first) if first and declared.state else ():
         if case.data != UNIT_KEYS or (declared.state and declared.state.plain_convolution):
             yield with_softmax(declared, case)
