@@ -27,7 +27,6 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.declared import within_declared
 from attn_testkit.cases.features.data_pattern import EQUAL_LOGITS
 from attn_testkit.catalogue.array import array_of
-from attn_testkit.catalogue.state_cases import state_rows
 from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import AttentionLayer, Capabilities, ForwardMode
 from attn_testkit.registry import load_backend
@@ -144,9 +143,6 @@ def lacking_pairs(declared: Capabilities, mode: ForwardMode) -> tuple[int, list[
 
     A row counts if the declared lengths allow its case.
     """
-    if declared.state is not None:
-        columns, excluded, rows = state_rows(declared, mode, "core")
-        return _lacking(mode, columns, excluded, frozenset(), rows)
     array = array_of(declared, mode, "core")
     if array.is_empty:
         return 0, []

@@ -171,7 +171,8 @@ def _capture_bucket(
 
     def run_from_zeros() -> Trace:
         # A dummy batch writes its keys where it reads those of its prefix: each run begins from the same page 0.
-        harness.pool.clear_page_0()
+        for each in harness.memories:
+            each.watch.clear_page_0()
         return run_once()
 
     side = side_stream()

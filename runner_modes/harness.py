@@ -32,20 +32,22 @@ from attn_testkit.contract import (
 )
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.environment import scratch
+from attn_testkit.families.by_layer import layers as layers_of
+from attn_testkit.families.by_layer import make_data
 from attn_testkit.families.family import Watch
-from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width
 from attn_testkit.results.names import NO_ROOM
 from attn_testkit.steps.data import DTYPES, StepData
 from attn_testkit.steps.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.steps.schedule import Schedule, Step
-from attn_testkit.watches.packing import Bytes, Sent, bytes_of
+from attn_testkit.watches.packing import Bytes, Sent
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
+from .memories import memories_of
 from .memory_use import MemoryUse
 from .pieces import Pieces
 from .pool_address import allocate_for
@@ -62,9 +64,9 @@ class StagedStep:
     data: StepData
     slots: int
     """Slots of the KV pool that the schedule uses, page 0 included."""
-    due: npt.NDArray[np.int64] = field(repr=False)
-    """Slots that the step may write: those of its tokens and the first of page 0, [n] ascending."""
-    due_on_device: torch.Tensor = field(repr=False)
+    due: tuple[npt.NDArray[np.int64], ...] = field(repr=False)
+    """Slots of each memory that the step may write: those of its tokens and the first of page 0, [n] ascending."""
+    due_on_device: tuple[torch.Tensor, ...] = field(repr=False)
     """Slots of ``due`` in device memory that the backend does not get."""
     table: Sent = field(repr=False)
     """The request table."""
@@ -229,8 +231,7 @@ class ServerHarness:
         self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows
         """Function from ids and trace of a draft's forward to ids of the next, on the device."""
         self.case: Case = schedules[0].case
-        self.family = family_of(self.case)
-        layers = tuple(layer.to(device) for layer in self.family.layers(self.case))
+        layers = tuple(layer.to(device) for layer in layers_of(self.case))
         self.capabilities = backend_class.capabilities if declared is None else declared
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
         """Function saved before the backend is constructed: a backend that replaces it could avoid replaying its
@@ -240,7 +241,8 @@ class ServerHarness:
         requests, columns = context.req_to_token.shape
         token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")
-        self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
+        memories = len(set(self.case.families))
+        self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device, memories)
         self.request_tables = tables = self._tables.req_to_token
         """Request table of each KV group, [G, requests, max_context_len] int32, on the device."""
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
@@ -250,8 +252,8 @@ class ServerHarness:
             context, req_to_token=tables[0], kv_groups=groups, dialect=dialect, max_context_len=most_keys
         )
         self._is_spread = bool(variant_of(self.case).pool_elements)
-        self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
-        """The memory that outlives a step, before a step and after it."""
+        self.memories = memories_of(self.context, schedules[0])
+        """The memories that outlive a step, before a step and after it: one for the layers of each family."""
         self.index = IndexWatch(self.context, schedules, most) if self.context.index_pool else None
         """Numbers of the indexer and its memory; None without an indexer."""
         for memory in _reserved_memory(self.context):
@@ -261,6 +263,11 @@ class ServerHarness:
         self.memory = MemoryUse()
         with self.memory.kept("persistent"), no_mode_left():
             self.backend = backend_class(self.context)
+
+    @property
+    def pool(self) -> Watch:
+        """The watch of the first memory, which is the only one if all layers are of one family."""
+        return self.memories[0].watch
 
     def _next_rows(self, ids: torch.Tensor, trace: Trace) -> torch.Tensor:
         """Advance each branch to its next row of the model's table.
@@ -301,7 +308,8 @@ class ServerHarness:
 
     def prepare_capture(self) -> None:
         """Prepare memory as a server has it at capture: an all-zero request table, page 0 zeros, no live request."""
-        self.pool.clear()
+        for each in self.memories:
+            each.watch.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
         self.model.encoder_kv.clear()
@@ -312,17 +320,15 @@ class ServerHarness:
 
     def written_at_capture(self) -> tuple[int, ...]:
         """Slots outside page 0 that were written since ``prepare_capture``, ascending."""
-        return tuple(self.pool.written_since_clear().tolist())
+        return tuple(slot for each in self.memories for slot in each.watch.written_since_clear().tolist())
 
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> StagedStep:
         """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
 
-        The pool does not change for a step that continues the last step.
-
         ``pattern``: numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``).
         """
         with past_modes():
-            data = self.family.data(schedule, step, pattern)
+            data = make_data(schedule, step, pattern)
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
@@ -335,27 +341,13 @@ class ServerHarness:
                 selected=given.selected,
             )
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
-            # Without np.unique: its first call imports a package, which must not happen during a run.
-            due = np.array(sorted({0, *self.family.memory.due(data).tolist()}), dtype=np.int64)
-        marked = pattern if pattern and pattern.startswith("place.") else ""
-        tails, memory = self.case.kv_dtype in self.capabilities.finite_page_tails, self.family.memory
-
-        def held() -> tuple[npt.NDArray[np.int64], Bytes]:
-            with past_modes():
-                if not (marked or tails):
-                    return memory.held(schedule, step, data, after=step.stored, unowned=self.unowned)
-                image = memory.image(
-                    schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked
-                )
-                return np.arange(image.shape[2]), bytes_of(image)
-
-        if step.follows is None:
-            self.pool.fill((schedule, step, pattern), held, self.unowned)
-        else:
-            before = memory.due(self.family.data(schedule, step.follows, pattern))
-            memory.carry(self.pool, upload(torch.from_numpy(before), self.device), (schedule, step, pattern))
+            due = tuple(each.due(data) for each in self.memories)
+        tails = self.case.kv_dtype in self.capabilities.finite_page_tails
+        for each in self.memories:
+            each.load(schedule, step, pattern, data, unowned=self.unowned, tails=tails)
         tables = self._tables_of(schedule, step)
-        table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
+        table, sent = self._tables.fill(tables, np.concatenate(due), hidden, rows.reshape(-1))
+        due_on_device = torch.split(sent, [len(slots) for slots in due])
         if self.capabilities.sparse and not self.capabilities.sparse.any_padding:
             self.model.select_none_from(step.tokens)
         load_states(self.context, schedule, step)

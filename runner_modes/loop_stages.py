@@ -15,7 +15,6 @@ import torch
 from attn_testkit.cases.case import Case
 from attn_testkit.checks.lossless import TokenAttention
 from attn_testkit.contract import ForwardMode, StateInput
-from attn_testkit.families.hybrid.data import HybridStepData
 from attn_testkit.families.recurrent.data import StateStepData
 from attn_testkit.model import Model, Trace, pack, row_width
 from attn_testkit.steps.data import HIDDEN, VOCAB, StepData
@@ -146,7 +145,7 @@ def _loaded(schedule: Schedule, step: Step, ids: Sequence[int], states: StatesOf
     """A step whose memory and request table exist already and are not checked afterwards."""
     none = np.zeros(0, np.uint8)
     return StagedStep(
-        schedule, step, _numbers(step, states), 0, none.view(np.int64), torch.zeros(0), Sent((), none, none), none,
+        schedule, step, _numbers(step, states), 0, (), (), Sent((), none, none), none,
         tokens=torch.tensor(list(ids)),
     )  # fmt: skip
 
@@ -167,4 +166,4 @@ def _numbers(step: Step, states: StatesOfStage | None) -> StepData:
     if states is None:
         return StepData(**numbers)
     found = StateStepData(**numbers, lists=states.lists, taken=states.taken)
-    return HybridStepData(**numbers, states=found)
+    return StepData(**numbers, parts={"recurrent": found})

@@ -100,14 +100,18 @@ def observe(
 
     ``given``: inputs that the step may not write.
     """
-    pool = harness.pool.look(staged.slots, staged.due_on_device, len(staged.due)) if harness.copies_pool else ()
+    looks = [
+        each.watch.look(staged.slots, slots, len(slots))
+        for each, slots in zip(harness.memories, staged.due_on_device, strict=True)
+        if harness.copies_pool
+    ]
     index = harness.index.look() if harness.index and staged.schedule.case.indexer else ()
     state = canaries.extremes() if canaries is not None else ()
     found = _copied(
         [
             *((each.raw, each.shape[0] * each.row) for each in produced),
             *((each.memory, len(each.before)) for each in given),
-            *pool,
+            *(each for look in looks for each in look),
             *index,
             *state,
         ]
@@ -128,8 +132,8 @@ def observe(
         if each.sent is None or not np.array_equal(piece.raw, _sent(staged, each.sent)):
             pieces.append(piece)
     pieces += [piece for each in given for piece in _changed(each, next(found))]
-    if pool:
-        pieces += _pool_pieces(harness, staged, [next(found) for _ in pool])
+    for memory, due, look in zip(harness.memories, staged.due, looks, strict=False):
+        pieces += memory.pieces(due, [next(found) for _ in look])
     if harness.index and index:
         pieces += harness.index.changes(next(found))
     damaged = canaries.damaged(next(found)) if canaries is not None and state else ()
@@ -212,17 +216,3 @@ def _changed(given: Sent, now: Bytes) -> Iterator[Piece]:
     for place, was, is_ in given.changed(now):
         yield Piece("before", place.name, place.dtype, place.shape, was)
         yield Piece("now", place.name, place.dtype, place.shape, is_)
-
-
-def _pool_pieces(harness: ServerHarness, staged: StagedStep, found: Sequence[Bytes]) -> list[Piece]:
-    slots, held, shape = harness.pool.written(staged.due, found)
-    pieces = [
-        Piece("pool", "slots", torch.int64, slots.shape, slots.view(np.uint8)),
-        Piece("pool", "rows", harness.pool.bits, shape, held),
-    ]
-    for name, (dtype, size, raw) in harness.family.memory.noted(harness.pool, found).items():
-        pieces.append(Piece("pool", name, dtype, size, raw))
-    places = harness.pool.outside(found)
-    if len(places):
-        pieces.append(Piece("pool", "outside", torch.int64, places.shape, places.view(np.uint8)))
-    return pieces

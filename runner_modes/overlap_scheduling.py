@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from attn_testkit.environment import server_stream
-from attn_testkit.families.table import family_of
+from attn_testkit.families.by_layer import make_data
 from attn_testkit.steps.schedule import part
 from attn_testkit.watches.past_modes import past_modes
 
@@ -38,7 +38,7 @@ def next_of(staged: StagedStep, pattern: str | None = None) -> StagedStep:
     step = staged.step
     other = part(step, range(step.bs - 1, min(0, step.bs - 2), -1))
     with past_modes():
-        data = family_of(staged.schedule.case).data(staged.schedule, other, pattern)
+        data = make_data(staged.schedule, other, pattern)
     return replace(staged, step=other, data=data, tokens=None)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attn_testkit.contract import BackendContext, StateContext, StateLayer, StatePool
-from attn_testkit.families.hybrid.data import schedule_of_states
+from attn_testkit.families.by_layer import schedule_of
 from attn_testkit.families.recurrent.data import shape_of, slots_listed, state_places, state_table
 from attn_testkit.steps.data import DTYPES
 from attn_testkit.steps.schedule import Schedule, Step
@@ -24,7 +24,7 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     if not layers:
         return context
     shape, listed = shape_of(schedules[0].case), slots_listed(schedules[0].case)
-    last = max(int(state_places(schedule_of_states(each))[-1]) for each in schedules)
+    last = max(int(state_places(schedule_of(each, "recurrent"))[-1]) for each in schedules)
     pool = StatePool(
         last + 1, layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
         strided=shape.strided, cleared=not shape.big, drafts=(0, 0) if listed > 1 else _drafts(schedules),
@@ -49,7 +49,7 @@ def _drafts(schedules: Sequence[Schedule]) -> tuple[int, int]:
 def load_states(context: BackendContext, schedule: Schedule, step: Step) -> None:
     """Put the slot of each row of the request table in place."""
     if context.state is not None:
-        of_states = schedule_of_states(schedule)
+        of_states = schedule_of(schedule, "recurrent")
         listed = state_table(of_states, step)[:, : slots_listed(schedule.case)]
         table = torch.from_numpy(state_places(of_states)[listed].astype(np.int32))
         upload_into(context.state.req_to_state[: len(table)], table.view(-1, *context.state.req_to_state.shape[1:]))

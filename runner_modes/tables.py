@@ -24,16 +24,18 @@ class Tables:
         token: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        memories: int = 1,
     ) -> None:
         """Allocate tables. ``groups``: KV groups, with a request table each. ``requests``: rows of each table.
 
         ``rows``: most tokens that can have their own numbers. ``token``: L, and the elements of a token in one layer.
+        ``memories``: memories with slots that a step may write.
         """
         self._packing = pack_places(
             (
                 ("req_to_token", torch.int32, (groups, requests, context_len)),
                 # A request with a state may have a copy of it, too.
-                ("due", torch.int64, (rows + requests + 1,)),
+                ("due", torch.int64, (memories * (rows + requests + 1),)),
                 ("hidden", torch.float32, (rows + 1, HIDDEN)),
                 # The last table, because a transfer ends with the rows of the step.
                 ("rows", dtype, (rows + 1, *token)),

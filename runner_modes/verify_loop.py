@@ -15,7 +15,8 @@ import torch
 from attn_testkit.cases.case import Case
 from attn_testkit.checks.lossless import GeneratedTokens
 from attn_testkit.contract import ForwardMode
-from attn_testkit.families.hybrid.data import HybridStepData
+from attn_testkit.families.by_layer import make_vocabulary
+from attn_testkit.families.recurrent.data import states_in
 from attn_testkit.steps.data import VOCAB
 from attn_testkit.steps.greedy_loop import stage_name
 from attn_testkit.steps.schedule import Request
@@ -66,9 +67,7 @@ def run_verify_loop(
     harness: ServerHarness, case: Case, loop: VerifyLoop, clock: Clock, *, in_graphs: bool
 ) -> GeneratedTokens:
     """Run all rounds. ``harness``: a fresh one for ``loop.schedules``. Raises ``RunError``."""
-    texts = harness.family.texts
-    assert texts is not None
-    harness.model = make_model(harness, texts.vocabulary(case))
+    harness.model = make_model(harness, make_vocabulary(case))
     graphs = graphs_of(harness, loop.in_graphs, clock) if in_graphs else {}
     every = tuple(_Text(1 + index, list(prompt)) for index, prompt in enumerate(loop.texts))
     slots = loop.states() if harness.context.state else np.zeros((0, 0), np.int64)
@@ -92,7 +91,8 @@ def run_verify_loop(
 def _clear(server: _Server) -> None:
     """Fill all memory with NaN, page 0 and slot 0 with zeros, and the tables with the texts' slots."""
     harness, loop = server.harness, server.loop
-    harness.pool.clear()
+    for each in harness.memories:
+        each.watch.clear()
     by_group = harness.in_groups(loop.schedules[0], loop.table)
     for group, table in zip(harness.context.groups, by_group, strict=True):
         upload_into(group.req_to_token, torch.from_numpy(np.ascontiguousarray(table)))
@@ -170,8 +170,8 @@ def _verify(server: _Server, number: int, drafts: Sequence[Sequence[int]]) -> tu
 
 def _commit(server: _Server, found: StageResult, kept: Sequence[int]) -> None:
     """Commit the states after this number of nodes of each draft, if layers keep states."""
-    data = found.staged.data
-    if not isinstance(data, HybridStepData) or data.states is None:
+    data, states = found.staged.data, states_in(found.staged.data)
+    if states is None:
         return
-    data = replace(data, states=replace(data.states, kept=tuple(kept)))
+    data = replace(data, parts={**data.parts, "recurrent": replace(states, kept=tuple(kept))})
     commit_states(server.harness, replace(found.staged, data=data), found.state, found.bs)

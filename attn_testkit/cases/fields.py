@@ -119,6 +119,17 @@ class Fields:
         return tuple(HeadMap(shapes[i % PERIOD], self.head_shape) for i in range(self.layers.count)) if shapes else ()
 
     @property
+    def families(self) -> tuple[str, ...]:
+        """Name of the family of each layer (``families/``). In a hybrid model every second layer is a softmax layer."""
+        own = "sparse" if self.selection else self.heads.layout.family
+        turns = (own, "softmax") if self.layers.hybrid else (own,)
+        return tuple(turns[place % len(turns)] for place in range(self.layers.count))
+
+    def places(self, family: str) -> tuple[int, ...]:
+        """Numbers of the layers of a family, from 0 on."""
+        return tuple(place for place, name in enumerate(self.families) if name == family)
+
+    @property
     def layer_shapes(self) -> tuple[HeadShape, ...]:
         """Heads of each layer."""
         by_turns = self.layers.shapes or (self.head_shape,)

@@ -1,4 +1,4 @@
-"""The covering array of a mode: columns of all features, and pairs of their values that exclude each other.
+"""The covering array of a mode: columns of all features, or of states, and pairs of values that exclude each other.
 
 A pair of values is excluded if no case has both (``cases/fields.py`` and the server variants say what excludes what),
 if the backend does not declare both together, or if the nearest declared case has another value. So each row is a case
@@ -21,6 +21,7 @@ from ..cases.case import Case
 from ..cases.declared import within_declared
 from ..cases.features.feature import Columns, Row, Without
 from ..cases.features.head_dim import WIDER_KEYS
+from ..cases.features.server_variant import VARIANTS
 from ..cases.features.table import FEATURES
 from ..cases.fields import DEFAULTS
 from ..cases.layers import varies
@@ -31,6 +32,7 @@ from ..contract import ROW_FORMATS, Capabilities, ForwardMode
 from .covering import Value, covering_array, few_rows
 from .not_covered import DECLARED_VALUES
 from .sizes import PAIRED, SIZES
+from .state_columns import STATES
 
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""
@@ -39,20 +41,25 @@ _COLUMNS: Sequence[Columns] = [
     WIDER_KEYS,
     SIZES,
 ]
-_MEETS: Mapping[str, Sequence[str]] = {name: others for each in _COLUMNS for name, others in each.meets.items()}
-_FURTHER = frozenset(name for each in _COLUMNS for name in each.further)
+_OF_STATES: Sequence[Columns] = [STATES, VARIANTS, SIZES]
+"""Columns for layers that keep a state: their lengths and data are others."""
+_ALL = [*_COLUMNS, STATES]
+_MEETS: Mapping[str, Sequence[str]] = {name: others for each in _ALL for name, others in each.meets.items()}
+_FURTHER = frozenset(name for each in _ALL for name in each.further)
 _INSIDE: Mapping[str, Sequence[str]] = {
-    **{name: others for each in _COLUMNS for name, others in each.inside.items()},
+    **{name: others for each in _ALL for name, others in each.inside.items()},
     "size": (*_FURTHER, *PAIRED),
 }
 _WITH_FURTHER = ("smoke", "core")
 """Tiers whose rows have further columns; full has the rows of core, too."""
 _ASKED = [each for of in FEATURES for each in of.declared if of.name not in ("mode", "context")]
-_SHAPES = ("heads", "head_dim", "dtype", "kv_dtype")
-"""Columns with a value that may need a value of another column: head dims of MLA, blocks of a format."""
-_SETTINGS = ("heads", "head_dim", "dtype", "kv_dtype", "page_size")
+_SHAPES = ("heads", "head_dim", "dtype", "kv_dtype", "conv_width")
+"""Columns with a value that may need a value of another column: head dims of MLA, blocks of a format,
+convolutions of a kind of states."""
+_SETTINGS = ("heads", "head_dim", "dtype", "kv_dtype", "page_size", "state_dtype", "conv_width", "padded_states",
+             "fresh", "order")  # fmt: skip
 """Columns that smoke tells apart first: where two of them always occur together, one wrong setting looks like two."""
-_KINDS = ("heads", "kv_dtype")
+_KINDS = ("heads", "kv_dtype", "conv_width")
 """Columns with a value that may exclude what another value allows."""
 _PLAIN_ROWS = 16
 _EXCHANGED = ("heads", "head_dim", "page_size", "prefixes", "new_tokens", "tree", "width", "draft")
@@ -73,13 +80,17 @@ class Array:
     mode: ForwardMode
     tier: str
 
+    @property
+    def _made_of(self) -> Sequence[Columns]:
+        return _OF_STATES if self.declared.state else _COLUMNS
+
     @cached_property
     def columns(self) -> Mapping[str, Sequence[Any]]:
         """Name of a column -> its values, the simplest first. Of ``further`` columns, only values that are declared by
         themselves."""
         found = {
             name: values
-            for each in _COLUMNS
+            for each in self._made_of
             for name, values in each.values(self.declared, self.mode, self.tier).items()
             if name not in _FURTHER or self.tier in _WITH_FURTHER
         }
@@ -107,7 +118,9 @@ class Array:
     @cached_property
     def unpaired(self) -> frozenset[tuple[int, int]]:
         """Numbers of pairs of columns whose values need not occur together, because an instance has several values of
-        one of them."""
+        one of them. Every pair of states occurs."""
+        if self.declared.state:
+            return frozenset()
         return frozenset(
             (at, later)
             for (at, one), (later, other) in combinations(enumerate(self.columns), 2)
@@ -183,13 +196,10 @@ class Array:
 
     def build(self, row: Row) -> Case | None:
         """The nearest declared case of a row; None if there is none."""
-        values: dict[str, Any] = {"rows": minimal_rows(self.mode)}
+        named = {name: value for name, value in row.items() if name in DEFAULTS}
+        values: dict[str, Any] = {**named, "rows": minimal_rows(self.mode)}
         try:
-            for feature in FEATURES:
-                if not isinstance(feature.values, Without):
-                    values |= {name: row[name] for name in feature.fields if name in row}
-                    values |= feature.values.fields(self.declared, row, values)
-            for each in (WIDER_KEYS, SIZES):
+            for each in self._made_of:
                 values |= each.fields(self.declared, row, values)
         except ValueError:
             return None

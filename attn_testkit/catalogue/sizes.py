@@ -14,6 +14,7 @@ from ..cases.features.feature import Columns, Row
 from ..cases.features.heads import typical_heads
 from ..cases.features.rows import most_rows
 from ..cases.fields import Changes
+from ..cases.layers import PERIOD
 from ..cases.rows import Accepted, Drafted, Extend, Rows, room_for
 from ..contract import ROW_FORMATS, Capabilities, ForwardMode
 
@@ -39,6 +40,9 @@ PAIRED = ("kv_dtype", "window", "logit_cap", "sinks", "selected", "holes", "empt
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[str]]:
     if tier != "core":
         return {}
+    if declared.state:
+        # Keys cost a state nothing, and lengths of prompts are columns already.
+        return {"size": ["", _REQUESTS]}
     rows = [name for name in _ROWS if mode is ForwardMode.EXTEND]
     reached = dict.fromkeys(min(_ROWS[name], most_rows(declared, mode)) for name in rows)
     return {"size": ["", _REQUESTS, _KEYS, *rows[: len(reached)]]}
@@ -48,12 +52,13 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     size = row.get("size")
     if not size:
         return {}
-    refuse_large(declared, so_far)
+    if not declared.state:
+        refuse_large(declared, so_far)
     if size == _KEYS:
         return _with_keys(so_far)
     if so_far["layers"].varied:
         raise ValueError("a batch with many requests or rows has few layers")
-    layers = {} if _needs_two_layers(so_far) else {"layers": replace(so_far["layers"], count=1)}
+    layers = {"layers": replace(so_far["layers"], count=PERIOD if _needs_two_layers(so_far) else 1)}
     if size == _REQUESTS:
         return {**layers, **_with_requests(declared, so_far)}
     rows = so_far["rows"]
@@ -69,6 +74,7 @@ def _needs_two_layers(so_far: Changes) -> bool:
     spans, indexer = so_far.get("spans"), so_far.get("indexer")
     return bool(
         so_far["layers"].groups
+        or so_far["layers"].hybrid
         or so_far.get("encoder_len")
         or (spans and spans.by_layer)
         or (indexer and indexer.reuse)

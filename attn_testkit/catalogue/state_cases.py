@@ -1,224 +1,48 @@
-"""Cases of layers with a recurrent state: a covering array over declared values, lengths of chunks, and exact data."""
+"""Cases of states in addition to the array: lengths of chunks, exact data, trees, loops, and instances."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 from ..cases.case import Case, Heads
 from ..cases.declared import not_declared
-from ..cases.features.kv_layout import usual_layout
 from ..cases.features.rows import rows_of_two
 from ..cases.features.state import nearest_state
-from ..cases.head_layouts import state_heads
-from ..cases.layers import PERIOD, Layers
+from ..cases.layers import Layers
 from ..cases.nearest_declared import nearest_declared
-from ..cases.rows import Decode, Extend, Rows, Verify, room_for
-from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
+from ..cases.rows import Extend, Verify, room_for
+from ..cases.state import UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
-from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
-from .covering import covering_array, few_rows
-from .sizes import runs
+from ..contract.state import CONTINUES, ROLLBACKS
+from .array import array_of
+from .state_columns import CHUNK, DRAWN, kinds_of, prompts, rollbacks_of, with_softmax
 
-_STRENGTH = {"smoke": 1, "core": 2, "full": 3}
-_DRAWN = tuple(each for each in STATE_DATA if each != UNIT_KEYS)
-_BATCHES: Mapping[str, tuple[int, ...]] = {
-    "one": (5,), "three": (1, 70, 9), "fresh and begun": (0, 33, 0, 4), "many": (3, 1, 12, 7, 2, 20, 5),
-}  # fmt: skip
-"""Tokens before the step."""
-_CHUNK = 64
-"""Tokens of a chunk in public kernels."""
-
-
-def _prompts(width: int) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Name -> tokens before the step and tokens of it. ``width``: W."""
-    short = max(width - 2, 1)
-    return {
-        # A fresh prompt of one token next to others: it must not be treated as a decode (vLLM #51562).
-        "one fresh token": ((0, 17, 0), (1, 1, 9)),
-        # Shorter than the window: a part of the window before it stays.
-        "within the window": ((30, 0, 5, 0), (short, short, max(width - 1, 1), width)),
-        "chunk and one": ((0, 40), (_CHUNK + 1, 3)),
-        # The second request begins at no multiple of a chunk.
-        "about a chunk": ((7, 0, 0), (_CHUNK - 1, _CHUNK, 2)),
-        "tiles": ((0, 3, 0), (15, 16, 17)),
-        "one": ((0,), (20,)),
-        "begun": ((64,), (5,)),
-    }
-
-
-_LONG = ((0, 11), (2 * _CHUNK + 1, 2 * _CHUNK - 1))
-_MANY_CHUNKS = {"core": 5 * _CHUNK + 1, "full": 32 * _CHUNK + 1}
+_LONG = ((0, 11), (2 * CHUNK + 1, 2 * CHUNK - 1))
+_MANY_CHUNKS = {"core": 5 * CHUNK + 1, "full": 32 * CHUNK + 1}
 """Tokens of a prompt whose first tokens no longer show in the state. In full, a backend in torch needs a minute for
 them on a CPU.
 """
-_WITHOUT_ROWS = ((9, 30, 0, 64, 9, 70, 0, 5), (0, 3, 20, 0, 0, _CHUNK + 2, 1, 0))
+_WITHOUT_ROWS = ((9, 30, 0, 64, 9, 70, 0, 5), (0, 3, 20, 0, 0, CHUNK + 2, 1, 0))
 """Prompts of which some have no token in this step: the first, the last, and two next to each other."""
 _MIXED = ((0, 60, 25, 0), (70, 1, 1, 1))
 
 
-def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
-    state = declared.state
-    assert state is not None
-    lens: Sequence[str] = tuple(_prompts(4)) if mode is ForwardMode.EXTEND else tuple(_BATCHES)
-    dims = sorted(declared.head_dims & {64, 128} or declared.head_dims)
-    keys = sorted(state.k_dims & {64, 128} or state.k_dims)
-    return {
-        "heads": _kinds(declared) if tier == "smoke" else state_heads(declared),
-        "head_dim": dims[:1] if tier == "smoke" else dims[:2],
-        "k_dim": keys[:1] if tier == "smoke" else keys[:2],
-        "conv_width": sorted(state.conv_widths, reverse=True),
-        "dtype": [each for each in ("bf16", "fp16", "fp32") if each in declared.dtypes],
-        "state_dtype": [each for each in STATE_DTYPES if each in state.dtypes],
-        "lens": lens,
-        "data": _DRAWN,
-        "padding": ["prod", "nan", "stale"],
-        "padded": [1, 0, 2],
-        "padded_states": [each for each in PADDED_STATES if each in state.padding],
-        "fresh": [each for each in FRESH if each in state.fresh],
-        "order": [each for each in ORDERS if each in state.orders],
-        "strided": [False, True] if state.strided else [False],
-        "layers": [Layers(), Layers(3, 5), Layers(1)],
-        **({"nodes": _nodes(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
-        "snapshots": [0, *sorted(state.snapshots)],
-        **({"rollback": _rollbacks(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
-        **(_further(declared, mode, tier) if tier != "full" else {}),
-    }
-
-
-def _further(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
-    """Columns that keep their first value until the others have met; rows of full, which are triples, have none."""
-    assert declared.state is not None
-    found: dict[str, Sequence[Any]] = {"size": ["", *_SIZES] if tier == "core" else [""]}
-    if mode is not ForwardMode.TARGET_VERIFY and "source" in declared.state.continues:
-        found["continues"] = ["", "source"]
-    # The states of a draft are committed after its step, which another step that is planned before that does not know.
-    overlaps = declared.server.overlap_scheduling and mode is not ForwardMode.TARGET_VERIFY
-    found["overlap_scheduling"] = [False, True] if overlaps else [False]
-    graphs = mode in declared.graph and (mode not in declared.eager or declared.server.takes_empty_batches)
-    found["empty_batches"] = [False, True] if graphs else [False]
-    return found
-
-
-_SIZES: Mapping[str, int] = {"40 requests": 40, "130 requests": 130}
-"""More requests than a warp has lanes, and than a block of 128 threads. In extend they are short prompts: their chunks
-are many more than their tokens would need."""
-_MOST_NEW = 3
-_VARIANTS = ("overlap_scheduling", "empty_batches")
-_TOLD_APART = ("heads", "dtype", "state_dtype", "conv_width", "padded_states", "fresh", "order")
-_PLAIN_ROWS = 16
-_EXCLUDED: Sequence[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool]]] = (
-    ("rollback", lambda value: value == "slots", "snapshots", bool),
-    ("heads", lambda heads: heads.family == "lightning", "conv_width", lambda width: width > 1),
-    # A batch with many requests is large in one direction only.
-    ("size", bool, "layers", lambda layers: layers.count > PERIOD),
-    ("size", bool, "nodes", lambda nodes: nodes > _FEWEST_NODES),
-    ("size", bool, "lens", lambda name: name in ("chunk and one", "about a chunk", "tiles", "begun")),
-)
-"""Two columns, and which values of them no row has together."""
-_FEWEST_NODES = 2
-
-
-def _excluded(columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    names = list(columns)
-    for one, test, other, its in _EXCLUDED:
-        if one not in columns or other not in columns or all(map(its, columns[other])):
-            continue
-        for (i, value), (j, second) in product(enumerate(columns[one]), enumerate(columns[other])):
-            if test(value) and its(second):
-                yield (names.index(one), i), (names.index(other), j)
-    for name in ("head_dim", "k_dim"):
-        for i, j in product(range(1, len(columns.get("size", ()))), range(1, len(columns[name]))):
-            yield (names.index("size"), i), (names.index(name), j)
-
-
-def _rollbacks(declared: Capabilities) -> list[str]:
-    assert declared.state is not None
-    return [each for each in ROLLBACKS if each in declared.state.rollback]
-
-
-def _nodes(declared: Capabilities) -> list[int]:
-    """Nodes of a draft: shorter than the window of a convolution, as long as it, and longer."""
-    return sorted({min(each, declared.max_q_rows) for each in (2, 3, 4, 6)})
-
-
-def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
-    width = 1 if row["heads"].family == "lightning" else row["conv_width"]
-    shape = StateShape(
-        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
-        row.get("rollback", ROLLBACKS[0]), 0 if row.get("rollback") == "slots" else row["snapshots"],
-        row.get("continues", ""),
-    )  # fmt: skip
-    rows: Rows = Verify(chain(row["nodes"])) if "nodes" in row else Decode()
-    new: tuple[int, ...] = ()
-    if mode is not ForwardMode.EXTEND:
-        prefixes = _BATCHES[row["lens"]]
-    else:
-        prefixes, new = _prompts(width)[row["lens"]]
-        new = tuple(min(each, declared.max_extend_tokens) for each in new)
-    if row.get("size"):
-        more = _SIZES[row["size"]] - len(prefixes)
-        prefixes = (*prefixes, *runs([prefix + (prefix > 0) for prefix in prefixes], more))
-        new = (*new, *runs([min(each, _MOST_NEW) for each in new[::-1]], more)) if new else ()
-    if new:
-        rows = Extend(new, room_for(new))
-    variants = frozenset(word for word in _VARIANTS if row.get(word))
-    padded = 0 if mode is ForwardMode.EXTEND and mode not in declared.graph else row["padded"]
-    return Case(
-        rows=rows, heads=row["heads"], head_dim=row["head_dim"], dtype=row["dtype"], page_size=min(declared.page_sizes),
-        prefixes=prefixes, bucket=len(prefixes) + padded, padding=row["padding"], data=row["data"], state=shape,
-        layers=row["layers"], variants=variants,
-    )  # fmt: skip
-
-
 def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
-    """The cases of a tier for one mode of a backend that keeps states."""
-    if declared.state is None:
-        return
-    for case in _cases(declared, mode, tier):
-        if case.data != UNIT_KEYS or declared.state.plain_convolution:
-            yield _with_softmax(declared, case)
+    """Cases of a tier in addition to its array, for one mode of a backend that keeps states."""
+    array = array_of(declared, mode, tier)
+    # Layers of a draft model keep no state: its modes have no rows.
+    first = next(map(array.build, array.rows()), None)
+    for case in _cases(declared, mode, tier, first) if first and declared.state else ():
+        if case.data != UNIT_KEYS or (declared.state and declared.state.plain_convolution):
+            yield with_softmax(declared, case)
 
 
-def _with_softmax(declared: Capabilities, case: Case) -> Case:
-    """The case, with alternating softmax layers if the backend runs hybrid models."""
-    if declared.state is None or not declared.state.hybrid:
-        return case
-    # One layer would be one of a single kind.
-    layers = replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True)
-    return case.with_changes(layers=layers, kv_layout=usual_layout(declared))
-
-
-Excluded = frozenset[tuple[tuple[int, int], tuple[int, int]]]
-
-
-def state_rows(
-    declared: Capabilities, mode: ForwardMode, tier: str
-) -> tuple[Mapping[str, Sequence[Any]], Excluded, list[dict[str, Any]]]:
-    """Columns of the array of a mode, pairs of values that no row has together, and the rows of a tier."""
-    columns = _columns(declared, mode, tier)
-    if any(not values for values in columns.values()):
-        return columns, frozenset(), []
-    names, sizes = list(columns), [len(values) for values in columns.values()]
-    excluded = frozenset(_excluded(columns))
-    later = [names.index(name) for name in _further(declared, mode, tier) if name in columns]
-    if _STRENGTH[tier] > 1:
-        array = covering_array(tuple(sizes), _STRENGTH[tier], mode.value, (), excluded, later, _PLAIN_ROWS)
-    else:
-        count = max(size for at, size in enumerate(sizes) if at not in later)
-        array = few_rows(sizes, count, excluded, later, [names.index(name) for name in _TOLD_APART])
-    return columns, excluded, [{name: columns[name][i] for name, i in zip(names, row, strict=True)} for row in array]
-
-
-def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
-    rows = state_rows(declared, mode, tier)[-1]
-    if not rows:
-        return
-    first = _case(declared, mode, rows[0])
-    yield from (_case(declared, mode, row) for row in rows)
+def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
+    """``first``: the first case of the array."""
     yield from _exact(declared, mode, tier, first)
     if mode is ForwardMode.TARGET_VERIFY:
         yield from _in_trees(declared, tier, first)
@@ -249,7 +73,7 @@ def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> It
     values, keys = min(declared.head_dims), min(declared.state.k_dims)
     if mode is not ForwardMode.EXTEND or _GRID_HEADS * _GRID_REQUESTS * values * keys > _MOST_ELEMENTS:
         return
-    few = _kinds(declared)[0]
+    few = kinds_of(declared)[0]
     heads = replace(few, q_heads=_GRID_HEADS, kv_heads=_GRID_HEADS * few.kv_heads // few.q_heads)
     case = _plain(declared, first, heads)
     case = _of_shape(case, k_dim=keys, dtype=min(declared.state.dtypes, key=_NARROWEST.index))
@@ -274,7 +98,8 @@ def _multi_mode(declared: Capabilities, mode: ForwardMode, first: Case) -> Itera
     hosts = [host for host in _HOSTS if host in supported]
     if len(supported) < 2 or not hosts or mode is not hosts[0]:
         return
-    kinds, rollbacks = _kinds(declared), _rollbacks(declared) if mode is ForwardMode.TARGET_VERIFY else ROLLBACKS[:1]
+    kinds = kinds_of(declared)
+    rollbacks = rollbacks_of(declared) if mode is ForwardMode.TARGET_VERIFY else ROLLBACKS[:1]
     both = dict.fromkeys([kinds[0], kinds[-1]])
     for rollback in rollbacks:
         for heads in both if rollback == rollbacks[0] else kinds[:1]:
@@ -303,7 +128,7 @@ def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
     width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)
     plain = StateShape(first.state.k_dim, width)
     shape = nearest_state(declared.state, plain, heads.family, verifies=first.tree is not None)
-    return first.with_changes(heads=heads, state=shape, data=_DRAWN[0], layers=Layers(), padding="prod")
+    return first.with_changes(heads=heads, state=shape, data=DRAWN[0], layers=Layers(), padding="prod")
 
 
 def _with_prompts(declared: Capabilities, case: Case, prompts: tuple[tuple[int, ...], tuple[int, ...]]) -> Case:
@@ -317,37 +142,31 @@ def _of_shape(case: Case, **changes: Any) -> Case:
     return case.with_changes(state=replace(case.state, **changes))
 
 
-def _kinds(declared: Capabilities) -> list[Heads]:
-    """Heads of each declared kind, with the most value heads per key head."""
-    by_kind: dict[str, Heads] = {heads.family: heads for heads in state_heads(declared)}
-    return list(by_kind.values())
-
-
 def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
     """Base of small cases for declared values that ``state_cases`` do not try: exact data in extend, which show a lost
     token of the longest prompt.
     """
-    case = _plain(declared, first, _kinds(declared)[0])
+    case = _plain(declared, first, kinds_of(declared)[0])
     assert declared.state is not None
     exact = case.mode is ForwardMode.EXTEND and declared.state.plain_convolution
     case = case.with_changes(
         prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.max_q_rows), 1),
         data=UNIT_KEYS if exact else case.data,
     )  # fmt: skip
-    return _with_softmax(declared, case)
+    return with_softmax(declared, case)
 
 
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
     """Exact data for each kind: the effect of a token shows in the state at any length."""
     done = set[bool]()
-    for index, heads in enumerate(_kinds(declared)):
+    for index, heads in enumerate(kinds_of(declared)):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
         if mode is not ForwardMode.EXTEND:
-            rollbacks = _rollbacks(declared) if case.tree is not None else ROLLBACKS[:1]
+            rollbacks = rollbacks_of(declared) if case.tree is not None else ROLLBACKS[:1]
             for rollback in rollbacks if tier != "smoke" else rollbacks[index % len(rollbacks) :][:1]:
                 yield _of_shape(case, rollback=rollback).of_requests((5, 1, 30), padded=1)
             continue
-        yield _with_prompts(declared, case, _prompts(4)["chunk and one"])
+        yield _with_prompts(declared, case, prompts(4)["chunk and one"])
         if tier != "smoke":
             yield _with_prompts(declared, case, _LONG)
             yield _with_prompts(declared, case, _MIXED)
@@ -367,7 +186,7 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     """Drafts that branch, for kinds whose layers support trees: states and windows of parents, and their commit."""
     assert declared.state is not None
     trees = [tree for tree in _TREES if tree.topk <= declared.max_topk and len(tree) <= declared.max_q_rows]
-    for heads in _kinds(declared):
+    for heads in kinds_of(declared):
         if heads.family not in declared.state.trees:
             continue
         case = _of_shape(_plain(declared, first, heads), rollback="commit")
@@ -383,13 +202,13 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
             yield _of_shape(case, snapshots=snapshots).with_changes(rows=Verify(trees[0])).of_requests((4, 9), padded=2)
 
 
-_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS, _LOOP_WIDTH = (_CHUNK + 2, 33, 1), 4, 4, 64
+_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS, _LOOP_WIDTH = (CHUNK + 2, 33, 1), 4, 4, 64
 
 
 def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     """Greedy-equivalence loops with each rollback; from core on, a hybrid model also has one with each kind."""
     assert declared.state is not None
-    nodes, rollbacks, kinds = min(_LOOP_NODES, declared.max_q_rows), _rollbacks(declared), _kinds(declared)
+    nodes, rollbacks, kinds = min(_LOOP_NODES, declared.max_q_rows), rollbacks_of(declared), kinds_of(declared)
     if tier == "smoke" or nodes < 2:
         return
     for index in range(max(len(rollbacks), len(kinds) if declared.state.hybrid else 1)):
@@ -400,7 +219,7 @@ def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
         if width:
             case = _of_shape(case, k_dim=width).with_changes(head_dim=width)
         case = case.of_requests(prefixes, padded=1, rows=Verify(chain(nodes), _LOOP_ROUNDS))
-        if not not_declared(declared, nearest_declared(declared, _with_softmax(declared, case))):
+        if not not_declared(declared, nearest_declared(declared, with_softmax(declared, case))):
             yield case
 
 
@@ -419,7 +238,7 @@ def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Ca
         return
     wide, keys = (max(each for each in of if each <= _WIDEST or each == min(of))
                   for of in (declared.head_dims, declared.state.k_dims))  # fmt: skip
-    for heads in _kinds(declared)[: None if tier == "full" else 1]:
+    for heads in kinds_of(declared)[: None if tier == "full" else 1]:
         case = _plain(declared, first, heads)
         dtype = min(declared.state.dtypes, key=_NARROWEST.index)
         case = _of_shape(case, big=True, dtype=dtype, k_dim=keys).with_changes(head_dim=wide, layers=Layers(1))
@@ -440,9 +259,9 @@ def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterat
     assert declared.state is not None
     if mode is not ForwardMode.EXTEND:
         return
-    kinds, snapshots = _kinds(declared), min(declared.state.snapshots, default=0)
-    exact = UNIT_KEYS if declared.state.plain_convolution else _DRAWN[0]
-    tried = dict.fromkeys([(kinds[0], exact), (kinds[-1], _DRAWN[0])])
+    kinds, snapshots = kinds_of(declared), min(declared.state.snapshots, default=0)
+    exact = UNIT_KEYS if declared.state.plain_convolution else DRAWN[0]
+    tried = dict.fromkeys([(kinds[0], exact), (kinds[-1], DRAWN[0])])
     for heads, data in tried:
         for way in CONTINUES:
             if way in declared.state.continues:
@@ -453,19 +272,14 @@ def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterat
 
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
     """Batches and lengths that a covering array may not contain."""
-    for heads in _kinds(declared):
+    for heads in kinds_of(declared):
         case = _plain(declared, first, heads)
         if mode is not ForwardMode.EXTEND:
-            # More requests than a warp has lanes.
-            yield case.of_requests((3,) * 20 + (9,) * 14, padded=2)
             yield case.of_requests((4, 9, 2), padded=5, padding="stale")
-            if heads == _kinds(declared)[0] and mode in declared.graph:
-                # A replay without a live request must write no state (vllm-ascend #10901).
-                yield case.of_requests((9, 7, 1), padded=1, variants=frozenset({"empty_batches"}))
             continue
         yield _with_prompts(declared, case, _LONG)
         yield _with_prompts(declared, case, _MIXED)
         if declared.server.takes_requests_without_rows:
             yield _with_prompts(declared, case, _WITHOUT_ROWS)
         for name in ("within the window", "one fresh token"):
-            yield _with_prompts(declared, case, _prompts(case.state.conv_width if case.state else 4)[name])
+            yield _with_prompts(declared, case, prompts(case.state.conv_width if case.state else 4)[name])

@@ -54,10 +54,12 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
     Raises ``KeyError`` if ``tier`` is not in ``TIERS``. The result is empty if no declared value can be tried.
     ``seed``: other data, slots and choices for the same cases.
     """
+    if array_of(declared, mode, tier).is_empty:
+        return ()
     if declared.state is not None:
-        # Their lengths, data and conventions are others: chunks instead of pages, decays instead of logits.
+        states = {each.id: each for each in array_cases(declared, mode, tier, seed)}
         made = (nearest_declared(declared, each.with_seed(seed)) for each in state_cases(declared, mode, tier))
-        states = {each.id: each for each in made if within_declared(declared, each)}
+        states |= {each.id: each for each in made if within_declared(declared, each)}
         if states and tier != "smoke":
             small_base = two_requests_with_states(declared, next(iter(states.values())))
             found = list(states.values())
@@ -66,7 +68,7 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
             met = meeting_cases(declared, mode, list(states.values()))
             states.update((each.id, each) for each in met if within_declared(declared, each))
         return tuple(states.values())
-    if array_of(declared, mode, tier).is_empty or not declared.kv_layouts:
+    if not declared.kv_layouts:
         return ()
     cases: dict[str, Case] = {}
     for of_tier in dict.fromkeys((tier, "core" if tier == "full" else tier)):

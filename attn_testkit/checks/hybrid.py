@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..cases.case import Case
-from ..families.hybrid.data import HybridStepData
 from ..results.finding import Finding
 from ..steps.data import new_kv
 from .comparison import BITS
@@ -16,15 +15,13 @@ from .observation import Observation
 def writes_own_keys(observed: Observation, case: Case) -> list[Finding]:
     """Check that only the KV slots of the batch, and page 0, changed, and that they hold the batch's keys and
     values."""
-    inputs = observed.inputs
-    found = observed.copies.group("pool")
-    if inputs is None or not isinstance(inputs.data, HybridStepData) or "kv slots" not in found:
+    of_keys = observed.of_family("softmax")
+    if of_keys.inputs is None:
         return []
-    assert inputs.data.softmax is not None
-    slots, rows = found["kv slots"], found["kv rows"]
+    slots, rows = of_keys.written
     behind_page_0 = slots >= case.page_size
     slots, rows = slots[behind_page_0], rows[:, :, behind_page_0]
-    own, want = new_kv(inputs.data.softmax)
+    own, want = new_kv(of_keys.inputs.data)
     others = slots[~torch.isin(slots, own)].tolist()
     if others:
         return [
@@ -47,7 +44,7 @@ def writes_own_keys(observed: Observation, case: Case) -> list[Finding]:
     return [
         _finding(
             observed, "a slot of this step's tokens does not hold their K and V",
-            f"{case.layers.name(2 * layer + 1)}, {'KV'[part]}, slot {int(own[place])}",
+            f"{case.layers.name(case.places('softmax')[layer])}, {'KV'[part]}, slot {int(own[place])}",
         )
     ]  # fmt: skip
 

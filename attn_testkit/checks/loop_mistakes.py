@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
 from ..contract import AttentionLayer
-from ..families.hybrid.data import HybridStepData, schedule_of_states, schedules
+from ..families.by_layer import schedule_of
 from ..families.recurrent.data import End
 from ..families.recurrent.recurrence import recur
 from ..families.recurrent.texts import data_of_state_tokens
@@ -41,11 +40,12 @@ def mistake_in(
     ``data``: input of the oracle for ``generated``.
     """
     given = torch.tensor(said.attention[layer], dtype=torch.float64)
-    stateful = schedule.case.state is not None and (layer % 2 == 0 or not schedule.case.layers.hybrid)
-    if stateful:
-        rows = _of_states(schedule, loop, generated, said, layer // 2 if schedule.case.layers.hybrid else layer)
+    family = schedule.case.families[layer]
+    alone, layer = schedule_of(schedule, family), schedule.case.places(family).index(layer)
+    if alone.case.state is not None:
+        rows = _of_states(alone, loop, generated, said, layer)
     else:
-        rows = _of_keys(schedule, generated, data, said, layer)
+        rows = _of_keys(alone, generated, data.parts.get(family, data), said, layer)
     return next((text for text, out, limit in rows if bool(((given - out).abs() <= limit).all())), "")
 
 
@@ -53,9 +53,6 @@ def _of_keys(
     schedule: Schedule, generated: GeneratedTokens, data: StepData, said: TokenAttention, layer: int
 ) -> Iterator[_Row]:
     row = sum(len(tokens) for tokens in generated.tokens[: said.request]) + said.position
-    if isinstance(data, HybridStepData):
-        schedule, layer = schedules(schedule)[1], layer // 2
-        data = cast(StepData, data.softmax)
     layers = make_layers(schedule.case)
 
     def answer(text: str, data: StepData, layers: tuple[AttentionLayer, ...]) -> _Row:
@@ -79,10 +76,9 @@ def _of_states(
     bs, number = len(loop.prompts), _round_of(said)
     if said.request >= bs or number < 1 or not generated.drafts:
         return
-    of_states = schedule_of_states(schedule)
     own = _Draft.of(loop, generated, said.request, number - 1)
-    nodes, last = own.behind_nodes(of_states), own.accepted
-    rows = data_of_state_tokens(of_states, [generated.tokens[said.request][own.end : said.position + 1]])
+    nodes, last = own.behind_nodes(schedule), own.accepted
+    rows = data_of_state_tokens(schedule, [generated.tokens[said.request][own.end : said.position + 1]])
 
     def row(text: str, state: _Behind, window: _Behind) -> _Row:
         found = recur(replace(rows, fresh=~rows.fresh, states=state[0], windows=window[1]))
@@ -101,7 +97,7 @@ def _of_states(
         yield row(f"the convolution's window continues {text}", right, wrong)
     for other in set(range(bs)) - {said.request}:
         its = _Draft.of(loop, generated, other, number - 1)
-        behind = its.behind_nodes(of_states)
+        behind = its.behind_nodes(schedule)
         # With a slot for each node, the count of one request and the slots of the other.
         for node in sorted({its.accepted, last}):
             where = f"of request {other}, after node {node} of its draft of round {number}"

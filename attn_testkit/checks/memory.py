@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..cases.case import Case
+from ..families.table import families_of
 from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
 from .comparison import BITS
@@ -154,7 +155,7 @@ def inputs_unchanged(observed: Observation) -> list[Finding]:
 
 
 def _has_keys(case: Case) -> bool:
-    return case.state is None or case.layers.hybrid
+    return any(family.reads == "reads-own-kv" for family in families_of(case))
 
 
 EVALUATIONS = (

@@ -7,8 +7,8 @@ schedule, a step and inputs that it computes itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..families.by_layer import schedule_of
 from ..steps.data import StepData
 from ..steps.packed_rows import accepted
 from ..steps.schedule import Schedule, Step
@@ -139,6 +140,9 @@ class StepInputs:
     """Contents that ``new_slots`` should get, [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
     new_limit: torch.Tensor | None = None
     """Largest allowed error of each element, float64, in the same shape; None if the rows are compared bit for bit."""
+    parts: Mapping[str, StepInputs] = field(default_factory=dict)
+    """Family -> the inputs of its layers and the values of their memory, if layers are of several families. The
+    memory of the others above is that of the first family."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,22 @@ class Observation:
     """The backend's own eager run of the same step, if there was one."""
     inputs: StepInputs | None = field(default=None, repr=False)
     """Inputs, set by the judge; None while the step is sent, and if its memory is not checked."""
+
+    def of_family(self, family: str) -> Observation:
+        """The outputs and the memory of the layers of one family, as of a model without the others."""
+        case = self.schedule.case
+        places = [str(place) for place in case.places(family)]
+        if len(places) == case.layers.count:
+            return self
+        own = tuple(
+            (group, name.removeprefix(f"{family} "), dtype, shape, start)
+            for group, name, dtype, shape, start in self.copies.layout
+            if (group == "pool" and name.startswith(f"{family} ")) or (group == "attention" and name in places)
+        )
+        inputs = self.inputs.parts[family] if self.inputs else None
+        return replace(
+            self, schedule=schedule_of(self.schedule, family), copies=Copies(self.copies.flat, own), inputs=inputs
+        )
 
     @cached_property
     def attention(self) -> tuple[torch.Tensor, ...]:

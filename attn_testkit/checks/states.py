@@ -10,11 +10,9 @@ from typing import NamedTuple
 import torch
 
 from ..cases.case import Case
-from ..cases.layers import PERIOD
 from ..cases.state import UNIT_KEYS
-from ..families.hybrid.data import states_in
 from ..families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake
-from ..families.recurrent.data import StateStepData
+from ..families.recurrent.data import StateStepData, states_in
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
 from ..results.finding import Finding
@@ -58,6 +56,7 @@ def _after(observed: Observation) -> _After | None:
     data = None if inputs is None else states_in(inputs.data)
     if data is None or not observed.step.requests:
         return None
+    observed = observed.of_family("recurrent")
     slots = torch.tensor([end.slot for end in data.ends])
     rows = observed.pool[:, 0, slots, 0]
     unwritten, start = ~torch.isin(slots, observed.written[0]), start_of(data)
@@ -93,6 +92,7 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
     after = _after(observed)
     if case.state is None or observed.inputs is None:
         return []
+    observed = observed.of_family("recurrent")
     own = {end.slot for end in after.data.ends} if after else set()
     if case.state.padding == "write_zero":
         own.add(0)
@@ -145,7 +145,7 @@ def _finding(observed: Observation, check: str, what: str, where: str, hint: str
 
 def verify_keeps_state(observed: Observation, case: Case) -> list[Finding]:
     """Check that a verify changed no state before its commit."""
-    moved = observed.copies.group("pool").get("moved")
+    moved = observed.of_family("recurrent").copies.group("pool").get("moved")
     after = _after(observed)
     if moved is None or after is None or not len(moved):
         return []
@@ -361,7 +361,7 @@ def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
     off = (after.states.double() - after.want.states).abs().nan_to_num(0.0)
     wrong = off > 0.5
     if not wrong.any():
-        found = read_text(after.data, observed.attention[:: PERIOD if case.layers.hybrid else 1])
+        found = read_text(after.data, observed.of_family("recurrent").attention)
         if found is None:
             return []
         text, (layer, row, head) = found
@@ -382,7 +382,7 @@ def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
 
 def _layer(case: Case, layer: int) -> str:
     """Name of the layer that is number ``layer`` of those that keep a state."""
-    return case.layers.name(layer * PERIOD if case.layers.hybrid else layer)
+    return case.layers.name(case.places("recurrent")[layer])
 
 
 def _has_states(case: Case) -> bool:

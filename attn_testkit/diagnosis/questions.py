@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..checks import Comparison
+from ..families.by_layer import supposed
 from ..families.expected import expect
 from ..families.family import Question, Supposition
 from ..families.table import family_of
@@ -37,8 +38,9 @@ class Asked:
 
 def ask(asked: Asked) -> Asked:
     """Ask every question that the family of the case offers, and no other."""
-    family = family_of(asked.evidence.schedule.case)
-    evidence = asked.evidence
+    evidence, case = asked.evidence, asked.evidence.schedule.case
+    # Questions and patterns of a family are only about its own layers.
+    questions = family_of(case).questions if len(set(case.families)) == 1 else frozenset[Question]()
     if asked.rerunner is not None and not evidence.comparison.right:
         nobody = ""
         with contextlib.suppress(TimeUp):
@@ -51,7 +53,7 @@ def ask(asked: Asked) -> Asked:
         found = found or _supposed_of_slots(asked)
     asked = replace(asked, texts=(*asked.texts, *found))
     for question, put in _PUT.items():
-        if question in family.questions:
+        if question in questions:
             with contextlib.suppress(TimeUp):
                 asked = put(asked)
     return asked
@@ -65,13 +67,12 @@ def _supposed(evidence: Evidence) -> list[str]:
     # Where a mistake gives NaN it shows little: numbers have to be right for it as well.
     if comparison.right or (not comparison.all_finite and int((wrong & finite).sum()) < _FEWEST_ROWS):
         return []
-    supposed = family_of(evidence.schedule.case).supposed(evidence.schedule, expected.data)
     off = (comparison.out.double() - expected.attention).abs() > expected.attention_limit
     if not bool((off | ~comparison.finite)[comparison.wrong.any(-1)].any()):
         # Only the sum of a row is wrong: within such limits any answer fits.
         return []
     lens = torch.tensor(evidence.step.lens)[expected.data.row_request]
-    for each in supposed:
+    for each in supposed(evidence.schedule, expected.data):
         near = _near(comparison, each)
         if not bool(near[comparison.wrong.any(-1)].all()) or not explains(comparison, each.answer.out):
             continue
@@ -81,9 +82,9 @@ def _supposed(evidence: Evidence) -> list[str]:
     return []
 
 
-def _near(comparison: Comparison, supposed: Supposition) -> torch.Tensor:
+def _near(comparison: Comparison, mistake: Supposition) -> torch.Tensor:
     """Heads of rows that are what the supposed backend gives, [L, T, Hq] bool."""
-    out, answer = comparison.out.double(), supposed.answer
+    out, answer = comparison.out.double(), mistake.answer
     near: torch.Tensor = (out - answer.out).abs() <= answer.limit
     # For a row without a key a backend returns 0 / 0, or 0.
     return (near | (answer.out.isnan() & (out.isnan() | (out == 0)))).all(-1)
@@ -111,37 +112,37 @@ def _supposed_of_slots(asked: Asked) -> list[str]:
 
 def _supposed_of_slots_in(step: Step, schedule: Schedule, rerunner: Rerunner) -> list[str]:
     family, expected = family_of(schedule.case), expect(schedule, step)
-    supposed = list(family.supposed_of_slots(schedule, expected.data, step))
-    observed = rerunner.eager(schedule, step, unowned=0.0) if supposed else None
+    of_slots = list(family.supposed_of_slots(schedule, expected.data, step))
+    observed = rerunner.eager(schedule, step, unowned=0.0) if of_slots else None
     if observed is None:
         return []
     comparison = Comparison(observed, expected)
     lens = torch.tensor(step.lens)[expected.data.row_request]
-    shown = {each.text: where for each in supposed if (where := _shown(comparison, each, lens)) is not None}
+    shown = {each.text: where for each in of_slots if (where := _shown(comparison, each, lens)) is not None}
     # A mistake that every request makes needs no threshold. Two that differ only in right requests are one.
     everywhere = [text for text, where in shown.items() if not where]
     if len(everywhere) > 1 or not shown:
         return []
     text = (everywhere or [*shown])[0]
     wrong = comparison.wrong.any(-1)
-    others = family.supposed(schedule, expected.data)
+    others = supposed(schedule, expected.data)
     return [] if any(_near(comparison, other)[wrong].all() for other in others) else [f"{text}{shown[text]}"]
 
 
-def _shown(comparison: Comparison, supposed: Supposition, lens: torch.Tensor) -> str | None:
+def _shown(comparison: Comparison, mistake: Supposition, lens: torch.Tensor) -> str | None:
     """Requests in which the mistake is made, empty for everywhere, if all known wrong rows are also wrong in the
     supposed backend, and at least half of its wrong rows are known; else None. Right rows may differ from it only in
     shorter requests, or only in longer ones. Rows of zeros prove nothing: any read of unowned slots gives them.
 
     ``lens`` [T] int64: KV tokens of the request of each row.
     """
-    known = supposed.answer.limit.isfinite().all(-1).all(-1)
+    known = mistake.answer.limit.isfinite().all(-1).all(-1)
     wrong = comparison.wrong.flatten(2).any(-1)
-    near = _near(comparison, supposed).all(-1)
+    near = _near(comparison, mistake).all(-1)
     where = _where_it_is_made(comparison, near | ~known, lens)
     if bool((known & ~near & wrong).any()) or where is None:
         return None
-    telling = wrong & known & (supposed.answer.out.abs() > supposed.answer.limit).flatten(2).any(-1)
+    telling = wrong & known & (mistake.answer.out.abs() > mistake.answer.limit).flatten(2).any(-1)
     shown = int(telling.sum()) >= _FEWEST_ROWS and 2 * int((wrong & known).sum()) >= int(wrong.sum())
     return where if shown else None
 

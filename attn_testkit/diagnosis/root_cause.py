@@ -32,7 +32,7 @@ from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation
 from ..families.expected import expect
-from ..families.table import family_of
+from ..families.table import families_of, family_of
 from ..results.finding import Finding
 from ..runner_modes.graphs import GraphRun
 from ..steps.schedule import Schedule, Step, make_schedule
@@ -205,7 +205,9 @@ _UNOWNED = "unowned slots"
 
 
 def _finite_with_zeros(schedule: Schedule, poisoned: str = "") -> str:
-    return f"with zeros instead of NaN in {poisoned or family_of(schedule.case).poisoned} the result is finite"
+    own, *others = families_of(schedule.case)
+    memory = ", and ".join([own.poisoned, *(each.beside.poisoned for each in others if each.beside)])
+    return f"with zeros instead of NaN in {poisoned or memory} the result is finite"
 
 
 def _finite_with_numbers(unread: str) -> str:

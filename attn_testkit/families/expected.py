@@ -15,8 +15,8 @@ from ..model import Weights, make_weights
 from ..steps.data import KEPT_BYTES, StepData, bytes_in, numbers_of
 from ..steps.patterns import ALIKE
 from ..steps.schedule import Schedule, Step
+from .by_layer import answer, make_data
 from .rounding import linear_limit, row_limit
-from .table import family_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +61,7 @@ def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expect
     The answer is cached, because eager, graph and every backend are compared with the same numbers. The cache does not
     keep the data, which are much larger for long requests.
     """
-    return Expected(
-        **vars(_answer(schedule, step, pattern)), data=family_of(schedule.case).data(schedule, step, pattern)
-    )
+    return Expected(**vars(_answer(schedule, step, pattern)), data=make_data(schedule, step, pattern))
 
 
 def expect_of(schedule: Schedule, data: StepData) -> Expected:
@@ -87,33 +85,33 @@ def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     # The model takes row 0 for a first request without rows: no row is before it.
     ends = np.maximum(np.cumsum([r.new for r in step.requests]) - 1, 0)
     rows = torch.from_numpy(ends) if schedule.case.mode.is_ragged() else None
-    data = family_of(schedule.case).data(schedule, step, pattern)
-    answer = _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
-    return answer if (pattern or step.data) == CODES else replace(answer, key_sum=None, key_factor=None)
+    data = make_data(schedule, step, pattern)
+    found = _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
+    return found if (pattern or step.data) == CODES else replace(found, key_sum=None, key_factor=None)
 
 
 def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given: bool) -> _Answer:
     """``rows`` [R] int64: rows with hidden states and logits; None: all. ``given``: new rows are attended to as
     given."""
     case = schedule.case
-    answer = family_of(case).answer(schedule, data, given)
-    own = _own(case, answer.limit)
-    hidden, hidden_limit = _hidden(case, data, answer.out, own)
+    found = answer(schedule, data, given)
+    own = _own(case, found.limit)
+    hidden, hidden_limit = _hidden(case, data, found.out, own)
     if rows is not None:
         hidden, hidden_limit = hidden[rows], hidden_limit[rows]
-    weights, sizes = _weights(answer.out)
+    weights, sizes = _weights(found.out)
     return _Answer(
-        attention=answer.out,
-        attention_limit=answer.limit,
+        attention=found.out,
+        attention_limit=found.limit,
         row_limit=row_limit(own, case.dtype, alike=case.data in ALIKE),
         hidden=hidden,
         hidden_limit=hidden_limit,
         logits=hidden @ weights.head,
         logits_limit=linear_limit(hidden_limit, hidden, sizes.head),
-        lse=answer.lse,
-        lse_limit=answer.lse_limit,
-        key_sum=answer.key_sum,
-        key_factor=answer.key_factor,
+        lse=found.lse,
+        lse_limit=found.lse_limit,
+        key_sum=found.key_sum,
+        key_factor=found.key_factor,
     )
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ..cases.case import Case
-from ..cases.fields import Fields
+from ..cases.fields import Changes, Fields
 from ..contract import AttentionLayer, BackendContext
 from ..steps.data import StepData
 from ..steps.greedy_loop import Vocabulary
@@ -142,10 +142,6 @@ Noted = tuple[torch.dtype, tuple[int, ...], _Bytes]
 """Dtype, shape and bytes of a host tensor."""
 
 
-def _never_carried(watch: Watch, slots: torch.Tensor, name: tuple[Schedule, Step, str | None]) -> None:
-    raise NotImplementedError("a step of this family continues another, and its memory cannot be carried on")
-
-
 def _nothing_noted(watch: Watch) -> None:
     """Nothing."""
 
@@ -166,9 +162,9 @@ class Memory:
     """Data of a step -> the contents of memory after it, and their limits."""
     due: Callable[[StepData], _Ints] = _new_slots
     """Data of a step -> slots that it writes, [n]."""
-    carry: Callable[[Watch, torch.Tensor, tuple[Schedule, Step, str | None]], None] = _never_carried
+    carry: Callable[[Watch, torch.Tensor, tuple[Schedule, Step, str | None]], None] | None = None
     """(watch, slots that the step before wrote, [n] on the device, name of the next as ``Watch.fill`` gets it): use the
-    memory after that step as the memory before the next (``Step.follows``)."""
+    memory after that step as the memory before the next (``Step.follows``). None: it is filled before each step."""
     before_commit: Callable[[Watch], None] = _nothing_noted
     """Note the changes of a verify, right before its commit."""
     noted: Callable[[Watch, Sequence[_Bytes]], Mapping[str, Noted]] = _nothing_more
@@ -196,6 +192,18 @@ def _nothing_supposed(schedule: Schedule, data: StepData) -> Iterator[Suppositio
 
 def _nothing_supposed_of_slots(schedule: Schedule, data: StepData, step: Step) -> Iterator[Supposition]:
     yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Layers of a family in a case of another family, such as the softmax layers of a hybrid model."""
+
+    features: frozenset[str]
+    """Names of the features that mean something because of these layers."""
+    changes: Callable[[Fields], Changes]
+    """Case -> the changes that make it a case of these layers."""
+    poisoned: str
+    """``Family.poisoned``, in words that name the memory of these layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,5 +245,7 @@ class Family:
     """Keys of a step's own requests that hold NaN and must not be read, in the plural; empty: there are none."""
     with_unread_finite: Callable[[Step], Step] = _unchanged
     """Step -> the same step with numbers in those keys instead of NaN."""
+    beside: Beside | None = None
+    """None: its layers are in no case of another family."""
     counts_keys: bool = False
     """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

@@ -9,12 +9,11 @@ from ..cases.features.feature import Feature
 from ..cases.features.table import FEATURES
 from ..cases.fields import DEFAULTS, C, Fields
 from .family import Family
-from .hybrid.family import HYBRID
 from .recurrent.family import RECURRENT
 from .softmax.family import SOFTMAX
 from .sparse.family import SPARSE
 
-FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT, HYBRID)}
+FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT)}
 """Name -> family."""
 
 
@@ -35,11 +34,18 @@ def register(family: Family) -> None:
 
 
 def family_of(case: Fields) -> Family:
-    """The family of a case. Raises ``KeyError`` if the family that its head layout names is not registered."""
-    name = SPARSE.name if case.selection else HYBRID.name if case.layers.hybrid else case.heads.layout.family
-    if name not in FAMILIES:
-        raise KeyError(f"head layout {case.heads.family!r} is of family {name!r}, which nobody registered")
-    return FAMILIES[name]
+    """The family of a case, which is that of its first layer: see ``families_of``."""
+    return families_of(case)[0]
+
+
+def families_of(case: Fields) -> tuple[Family, ...]:
+    """The families of a case's layers, each once. Raises ``KeyError`` if the family that its head layout names is not
+    registered."""
+    names = dict.fromkeys(case.families)
+    for name in names:
+        if name not in FAMILIES:
+            raise KeyError(f"head layout {case.heads.family!r} is of family {name!r}, which nobody registered")
+    return tuple(FAMILIES[name] for name in names)
 
 
 def meaningless(case: Fields) -> list[str]:
@@ -55,5 +61,6 @@ def meaningful(case: C) -> C:
 
 def _outside(case: Fields) -> list[Feature]:
     """Features that mean nothing in the family of the case."""
-    known = family_of(case).features
+    own, *others = families_of(case)
+    known = own.features.union(*(each.beside.features for each in others if each.beside))
     return [each for each in FEATURES if each.name not in known]

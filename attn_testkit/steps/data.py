@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -131,9 +131,17 @@ class StepData:
     """True if the soft cap is applied to logits with this bias. This is a mistake, which only diagnosis computes."""
     index: object = None
     """Data of the indexer (``steps/index_data.py``), if the answer depends on its selection."""
+    families: tuple[str, ...] = ()
+    """Family of each layer, if there are several. Then ``q`` holds whole rows of the model's table, ``k`` and ``v``
+    nothing."""
+    parts: Mapping[str, StepData] = field(default_factory=dict)
+    """Name of a family -> data of its layers, if there are several families."""
 
     def of_layer(self, part: str, layer: int) -> torch.Tensor:
         """``q``, ``k`` or ``v`` of the layer of this place."""
+        if self.families:
+            family = self.families[layer]
+            return self.parts[family].of_layer(part, self.families[:layer].count(family))
         found: torch.Tensor = getattr(self, part)[layer]
         return found
 

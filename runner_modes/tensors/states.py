@@ -11,8 +11,8 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
-from attn_testkit.families.hybrid.data import schedule_of_states, states_in
-from attn_testkit.families.recurrent.data import StateStepData, shape_of, slots_listed, state_places
+from attn_testkit.families.by_layer import schedule_of
+from attn_testkit.families.recurrent.data import StateStepData, shape_of, slots_listed, state_places, states_in
 from attn_testkit.steps.schedule import Schedule
 from attn_testkit.watches.uploads import upload
 
@@ -45,7 +45,7 @@ def _given_sources(context: BackendContext, mode: ForwardMode) -> bool:
 
 
 def _places(staged: StagedStep) -> npt.NDArray[np.int64]:
-    return state_places(schedule_of_states(staged.schedule))
+    return state_places(schedule_of(staged.schedule, "recurrent"))
 
 
 def _snapshot(staged: StagedStep, data: StateStepData, padded: int = 0) -> Snapshot:
@@ -93,7 +93,8 @@ def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput 
     mode = staged.schedule.case.mode
     if state is None or not mode.is_target_verify() or _by_slots(harness.context, mode):
         return
-    harness.family.memory.before_commit(harness.pool)
+    for each in harness.memories:
+        each.memory.before_commit(each.watch)
     data, padded = _numbers(staged), bs - staged.step.bs
     kept = [count - 1 for count in data.kept] + [-1] * padded
     steps = upload(torch.tensor(kept, dtype=torch.int32), harness.device)

@@ -14,7 +14,8 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.declared import not_declared
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, StateLayer
-from attn_testkit.families.table import family_of
+from attn_testkit.families.by_layer import layers as layers_of
+from attn_testkit.families.by_layer import make_data
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit_corpus.faults import r_hybrids as faults
 from attn_testkit_corpus.faults.controls_of_states import HybridAsItIs
@@ -28,9 +29,8 @@ EXTEND = "extend-gdn4x2-d64-bf16-p16-k0.17.0.5-n4a1x2.9.2-shuffled-unit_keys-k64
 def test_layers_of_both_kinds_follow_in_turn_and_have_the_ids_of_one_model() -> None:
     case = parse_case(DECODE)
     assert case.id == DECODE
-    family = family_of(case)
-    assert family.name == "hybrid"
-    layers = family.layers(case)
+    assert case.families == ("recurrent", "softmax", "recurrent")
+    layers = layers_of(case)
     assert [isinstance(layer, StateLayer) for layer in layers] == [True, False, True]
     assert [layer.layer_id for layer in layers] == [5, 6, 7]
     assert (layers[1].tp_q_head_num, layers[1].tp_k_head_num, layers[1].head_dim) == (8, 2, 64)
@@ -38,9 +38,9 @@ def test_layers_of_both_kinds_follow_in_turn_and_have_the_ids_of_one_model() -> 
 
 def test_rows_of_a_layer_are_those_of_its_kind_and_nobodys_are_nan() -> None:
     case = parse_case(DECODE)
-    family, schedule = family_of(case), make_schedule(case)
-    data = family.data(schedule, schedule.steps[0], None)
-    state, softmax = family.layers(case)[0], family.layers(case)[1]
+    schedule = make_schedule(case)
+    data = make_data(schedule, schedule.steps[0])
+    state, softmax, _ = layers_of(case)
     keys = softmax.tp_k_head_num * softmax.head_dim
     of_softmax = softmax.tp_q_head_num * softmax.head_dim + 2 * keys
     assert data.q.shape == (3, 3, max(sum(state.parts), of_softmax))

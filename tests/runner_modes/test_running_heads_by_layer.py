@@ -50,8 +50,10 @@ def staged(case: str, backend: Any = TorchNativeBackend) -> tuple[ServerHarness,
 
 def looked(harness: ServerHarness, held: StagedStep) -> tuple[np.ndarray, torch.Tensor]:
     """Slots of the schedule that changed, and what all layers hold there, in the shape of the case."""
-    found = [raw[:size].cpu().numpy() for raw, size in harness.pool.look(held.slots, held.due_on_device, len(held.due))]
-    slots, raw, shape = harness.pool.written(held.due, found)
+    found = [
+        raw[:size].cpu().numpy() for raw, size in harness.pool.look(held.slots, held.due_on_device[0], len(held.due[0]))
+    ]
+    slots, raw, shape = harness.pool.written(held.due[0], found)
     return slots, torch.from_numpy(raw).view(torch.bfloat16).view(shape)
 
 
@@ -77,7 +79,7 @@ def test_a_number_that_is_written_is_seen_wherever_the_case_has_its_head(case: s
     harness, held = staged(case)
     layer, each = harness.context.layers[place], harness.case.head_maps[place]
     pool = harness.context.group_of(layer).kv_pool
-    slot = int(held.due[-1])
+    slot = int(held.due[0][-1])
     at = int(slot_map(held.schedule, harness.context.group_of(layer).index)[slot])
     pool.get_value_buffer(layer.layer_id)[at, -1, -1] = 5.0
     slots, rows = looked(harness, held)
@@ -222,9 +224,9 @@ def test_layers_of_several_shapes_may_lie_in_one_piece_of_memory() -> None:
     harness, held = staged(WINDOWED.replace("-w7", "-kvcustom-w7"), OnePiece)
     for place, layer in enumerate(harness.context.layers):
         key, _ = harness.context.kv_pool.get_kv_buffer(layer.layer_id)
-        key[int(held.due[-1])] = place + 1.0
+        key[int(held.due[0][-1])] = place + 1.0
     slots, rows = looked(harness, held)
-    assert slots.tolist() == [held.due[-1]]
+    assert slots.tolist() == [held.due[0][-1]]
     for place, each in enumerate(harness.case.head_maps):
         assert (each.kv_part(rows[place, 0, 0]) == place + 1.0).all()
 

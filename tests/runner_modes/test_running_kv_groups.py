@@ -50,13 +50,13 @@ def stored(group: KVGroup) -> torch.Tensor:
 
 
 def found_in(harness: ServerHarness, held: StagedStep) -> list[np.ndarray]:
-    look = harness.pool.look(held.slots, held.due_on_device, len(held.due))
+    look = harness.pool.look(held.slots, held.due_on_device[0], len(held.due[0]))
     return [raw[:size].cpu().numpy() for raw, size in look]
 
 
 def looked(harness: ServerHarness, held: StagedStep) -> tuple[np.ndarray, torch.Tensor]:
     """Slots of the schedule that changed, and what all layers hold there."""
-    slots, raw, shape = harness.pool.written(held.due, found_in(harness, held))
+    slots, raw, shape = harness.pool.written(held.due[0], found_in(harness, held))
     return slots, torch.from_numpy(raw).view(torch.bfloat16).view(shape)
 
 
@@ -103,7 +103,7 @@ def test_without_groups_there_is_one_of_all_layers() -> None:
 def test_what_is_written_is_seen_under_the_slots_of_the_schedule(group: int, own: bool) -> None:
     """A slot that changed in one group alone has the rows of all layers."""
     harness, held = staged()
-    slot = int(held.due[1]) if own else int(next(s for s in range(4, held.slots) if s not in held.due))
+    slot = int(held.due[0][1]) if own else int(next(s for s in range(4, held.slots) if s not in held.due[0]))
     before = [stored(each) for each in harness.context.groups]
     of = harness.context.groups[group]
     of.kv_pool.get_value_buffer(of.layer_ids[0])[slot_map(SCHEDULE, group)[slot], 1, 3] = 2.5
@@ -188,7 +188,7 @@ def test_what_changes_behind_the_pages_of_any_group_is_seen(index: int) -> None:
     flat.as_strided((1,), (1,), flat.storage_offset() + page).fill_(1.0)
     places = harness.pool.outside(found_in(harness, held))
     assert places.tolist() == [page * pool.dtype.itemsize]
-    assert not len(harness.pool.written(held.due, found_in(harness, held))[0])
+    assert not len(harness.pool.written(held.due[0], found_in(harness, held))[0])
 
 
 def test_at_capture_page_0_of_each_group_is_zero_and_all_else_is_nan() -> None:

@@ -28,8 +28,8 @@ from attn_testkit.contract import (
     ForwardMode,
     StateInput,
 )
+from attn_testkit.families.by_layer import data_of_texts
 from attn_testkit.families.expected import Expected, expect_of
-from attn_testkit.families.table import family_of
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.verify_loop import VerifyLoop, make_verify_loop
 from attn_testkit_corpus.faults.hybrids import HybridBySlotsParent, HybridParent
@@ -58,9 +58,8 @@ def speak(
         loop = replace(loop, kept=np.array(kept))
     harness = ServerHarness(backend, loop.schedules, torch.device("cuda"))
     generated = run_verify_loop(harness, case, loop, Clock(), in_graphs=graphs)
-    texts, schedule = family_of(case).texts, loop.schedules[0]
-    assert texts is not None
-    data = texts.data(schedule, generated.tokens)
+    schedule = loop.schedules[0]
+    data = data_of_texts(schedule, generated.tokens)
     expected = expect_of(schedule, data)
     found = lossless(
         generated, loop, expected, lambda said, layer: mistake_in(schedule, loop, generated, data, said, layer)

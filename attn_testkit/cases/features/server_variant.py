@@ -74,6 +74,12 @@ def _layers(case: Fields) -> Sequence[Changes]:
     return [{} if variant_of(case).causal else {"causal": False}] * case.layers.count
 
 
+VARIANTS = Columns(
+    lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS},
+    lambda declared, row, so_far: {"variants": frozenset(word for word in _IN_ARRAYS if row.get(word))},
+    further=_IN_ARRAYS,
+)
+
 SERVER_VARIANT = Feature(
     name="variants",
     order=330,
@@ -94,11 +100,7 @@ SERVER_VARIANT = Feature(
         )
     },
     declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
-    values=Columns(
-        lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS},
-        lambda declared, row, so_far: {"variants": frozenset(word for word in _IN_ARRAYS if row.get(word))},
-        further=_IN_ARRAYS,
-    ),
+    values=VARIANTS,
     covered=(
         option(
             "layers that are not causal",

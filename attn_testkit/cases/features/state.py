@@ -355,7 +355,7 @@ STATE = Feature(
         Asked(lambda case: f"a tree that branches, in layers of kind {case.heads.family}", _tree_declared),
     ),
     fit=_fit,
-    values=Without("catalogue/state_cases.py makes the cases of states."),
+    values=Without("catalogue/state_columns.py has the columns of states."),
     covered=(
         _covered("k_dim", "width of a key"),
         _covered("conv_width", "width of a convolution"),

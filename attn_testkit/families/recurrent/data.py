@@ -195,6 +195,12 @@ class StateStepData(StepData):
         return found
 
 
+def states_in(data: StepData) -> StateStepData | None:
+    """The numbers of the layers that keep a state; None for a case without any."""
+    found = data.parts.get("recurrent", data)
+    return found if isinstance(found, StateStepData) else None
+
+
 def slots_listed(case: Fields) -> int:
     """Slots of a request in a pool: one, or with rollback ``slots`` one for each node of a draft, in every mode."""
     case = case.instance_of or case

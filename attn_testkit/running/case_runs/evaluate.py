@@ -29,8 +29,9 @@ from ...diagnosis.root_cause import explain_numeric, name_check
 from ...diagnosis.strided_heads import blame_strided_heads
 from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
 from ...environment import Environment, planned
+from ...families.by_layer import data_of_texts, make_data, schedule_of
 from ...families.expected import expect, expect_of
-from ...families.table import family_of
+from ...families.table import families_of, family_of
 from ...model import pack
 from ...results.case_result import UNDECLARED_GRAPH, CaseResult, Status
 from ...results.finding import Finding
@@ -232,14 +233,13 @@ def _said(
     loop = loop_of(case, execution, declared, environment)
     if loop is None:
         return []
-    generated, texts = record.generated, family_of(case).texts
+    generated = record.generated
     if generated is None or not ran_to_its_end(generated, loop):
         return [Finding("completes", "the greedy-equivalence loop did not run to its end")]
-    assert texts is not None
     # Of all modes of a loop, the last one's products are the coarsest: those of extend.
     numerics = vars(schedule_for(loop.schedules[-1].case, declared).numerics) | {"new_rows_as_given": False}
     schedule = loop.schedules[0].with_numerics(**numerics)
-    data = texts.data(schedule, generated.tokens)
+    data = data_of_texts(schedule, generated.tokens)
     return lossless(generated, loop, expect_of(schedule, data), partial(mistake_in, schedule, loop, generated, data))
 
 
@@ -266,18 +266,18 @@ def _observations(run_record: RunRecord, schedules: Sequence[Schedule]) -> list[
 
 def step_inputs(schedule: Schedule, step: Step, declared: Capabilities) -> StepInputs:
     """Inputs of a step, and the expected contents of the KV pool after it."""
-    family = family_of(schedule.case)
-    data = family.data(schedule, step, None)
-    tails = schedule.case.kv_dtype in declared.finite_page_tails
-    image = partial(_image, schedule, step, data, tails)
-    stored = family.memory.stored(data)
+    case, data, (own, *others) = schedule.case, make_data(schedule, step), families_of(schedule.case)
+    one_row = case.heads.layout.values_in_keys
+    if others:
+        parts = {each.name: step_inputs(schedule_of(schedule, each.name), step, declared) for each in (own, *others)}
+        return replace(parts[own.name], data=data, packed=pack(data.q, data.k, data.v, one_row=one_row), parts=parts)
+    image = partial(_image, schedule, step, data, case.kv_dtype in declared.finite_page_tails)
+    stored = own.memory.stored(data)
     slots, rows, limit = stored.slots, stored.rows, stored.limit
     if step.stored:
         # They are in the pool already, and k and v are not to be looked at.
         slots, rows, limit = slots[:0], rows[:, :, :0], None if limit is None else limit[:, :, :0]
         data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
-    case = schedule.case
-    one_row = case.heads.layout.values_in_keys
     packed = pack(data.q, data.k, data.v, one_row=one_row, maps=case.head_maps, selected=data.selected)
     return StepInputs(data, packed, image, slots, rows, limit)
 

@@ -47,7 +47,8 @@ def _open_modules() -> set[str]:
             family.data,
             *vars(family.memory).values(),
             *(vars(family.texts).values() if family.texts else ()),
+            family.beside and family.beside.changes,
         )
         for family in FAMILIES.values()
     )
-    return {each.__module__ for functions in asked for each in functions}
+    return {each.__module__ for functions in asked for each in functions if each}
