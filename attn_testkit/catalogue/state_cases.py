@@ -16,7 +16,7 @@ from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
-from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
+from ..cases.state import EXACT_DATA, EXACT_GATES, STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
@@ -24,7 +24,7 @@ from .covering import covering_array, few_rows
 from .sizes import runs
 
 _STRENGTH = {"smoke": 1, "core": 2, "full": 3}
-_DRAWN = tuple(each for each in STATE_DATA if each != UNIT_KEYS)
+_DRAWN = tuple(each for each in STATE_DATA if each not in EXACT_DATA)
 _BATCHES: Mapping[str, tuple[int, ...]] = {
     "one": (5,), "three": (1, 70, 9), "fresh and begun": (0, 33, 0, 4), "many": (3, 1, 12, 7, 2, 20, 5),
 }  # fmt: skip
@@ -179,7 +179,7 @@ def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterato
     if declared.state is None:
         return
     for case in _cases(declared, mode, tier):
-        if case.data != UNIT_KEYS or declared.state.plain_convolution:
+        if case.data not in EXACT_DATA or declared.state.plain_convolution:
             yield _with_softmax(declared, case)
 
 
@@ -355,8 +355,23 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
             if summed not in done:
                 done.add(summed)
                 yield _with_prompts(declared, case, ((0, 11), (_MANY_CHUNKS[tier], 37)))
+            yield from _with_gates(declared, case)
         elif index:
             return
+
+
+_GATED = ((9, 30, 0), (140, 70, 40))
+"""Prompts that together have room for each place of a decay of its own, most of them over a state from before."""
+
+
+def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:
+    """Prompts in which single rows forget all or half of a state, for kinds whose decays differ between rows."""
+    wide = [each for each in ("bf16", "fp32") if each in declared.dtypes]
+    if case.heads.family == "lightning" or (case.heads.family == "mamba" and not wide):
+        return
+    if case.heads.family == "mamba" and case.dtype == "fp16":
+        case = case.with_changes(dtype=wide[0])
+    yield _with_prompts(declared, case, _GATED).with_changes(data=EXACT_GATES)
 
 
 _TREES = (Tree((0, 0, 1, 1, 3)), Tree((0, 0, 0, 2, 2)), Tree((0, 1, 0, 3)), Tree((0, 0)))

@@ -10,6 +10,7 @@ from attn_testkit.contract import ForwardBatch, ForwardMode, State, StateLayer
 
 from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
+from .r_gates import RoundedProductsParent
 from .states import StateParent
 from .states_in_trees import TreesParent
 from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
@@ -18,6 +19,11 @@ from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 @control("states")
 class StatesAsTheyAre(StateParent):
     """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
+
+
+@control()
+class StatesOfRoundedProducts(RoundedProductsParent):
+    """Products whose factors may be rounded to the model's dtype, as chunked kernels declare them."""
 
 
 @control()
