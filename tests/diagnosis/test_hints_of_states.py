@@ -45,7 +45,7 @@ def test_data_of_gates_alone_say_that_a_product_of_decays_is_wrong() -> None:
         changed=SimpleNamespace(right_with_data=lambda data: True),
     )
     found = decays_that_are_right.find(cast(Any, evidence))
-    assert "fails with exact_gates: only a row whose decay differs from its neighbors'" in found
+    assert "fails with exact_gates: only a row whose decay differs from those next to it" in found
 
 
 def test_without_a_right_pattern_and_with_a_single_odd_one_nothing_is_said() -> None:

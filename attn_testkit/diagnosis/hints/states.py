@@ -135,8 +135,8 @@ def _reading(right: set[str], wrong: set[str]) -> str:
     """Interpretation of right and wrong patterns; empty if it is not known."""
     if wrong == {EXACT_GATES}:
         return (
-            "only a row whose decay differs from those next to it shows it, so look at the rows that a product of decays "
-            "within a chunk includes: at its first and last row, and at the row of an output"
+            "only a row whose decay differs from those next to it shows it, so look at the rows that a product of "
+            "decays within a chunk includes: at its first and last row, and at the row of an output"
         )
     between = _DECAY_ALIKE - _ONE - _FORGETS
     if right >= _ONE | _FORGETS and wrong >= between - {"weak_decay"}:
