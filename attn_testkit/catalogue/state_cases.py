@@ -11,6 +11,7 @@ from ..cases.case import Case, Heads
 from ..cases.declared import not_declared
 from ..cases.features.kv_layout import usual_layout
 from ..cases.features.rows import rows_of_two
+from ..cases.features.server.wider_buffers import WIDER_BUFFERS
 from ..cases.features.state import nearest_state
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
@@ -466,6 +467,9 @@ def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterat
                 yield _of_shape(case, continues=way, snapshots=snapshots if snapshots < _ROOM else 0)
 
 
+_WIDER = frozenset({WIDER_BUFFERS.word})
+
+
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
     """Batches and lengths that a covering array may not contain."""
     for heads in _kinds(declared):
@@ -474,12 +478,18 @@ def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[C
             # More requests than a warp has lanes.
             yield case.of_requests((3,) * 20 + (9,) * 14, padded=2)
             yield case.of_requests((4, 9, 2), padded=5, padding="stale")
+            if heads == _kinds(declared)[0] and declared.server.takes_column_views:
+                # Without drafts, a request's slot is the first column of its row of a block table.
+                rollback = _rollbacks(declared)[-1] if mode is ForwardMode.TARGET_VERIFY else ROLLBACKS[0]
+                yield _of_shape(case, rollback=rollback).of_requests((9, 7, 1), padded=1, variants=_WIDER)
             if heads == _kinds(declared)[0] and mode in declared.graph:
                 # A replay without a live request must write no state (vllm-ascend #10901).
                 yield case.of_requests((9, 7, 1), padded=1, variants=frozenset({"empty_batches"}))
             continue
         yield _with_prompts(declared, case, _LONG)
         yield _with_prompts(declared, case, _MIXED)
+        if heads == _kinds(declared)[0] and declared.server.takes_column_views:
+            yield _with_prompts(declared, case, _prompts(4)["tiles"]).with_changes(variants=_WIDER)
         if declared.server.takes_requests_without_rows:
             yield _with_prompts(declared, case, _WITHOUT_ROWS)
         for name in ("within the window", "one fresh token"):

@@ -77,8 +77,7 @@ def read_text(data: StateStepData, outputs: Sequence[torch.Tensor]) -> tuple[str
     """Name a token that is missing in the outputs of a layer, or applied too early, with layer, row and head. None if
     there is none. Only for GDN and KDA: in Mamba2 and Lightning every token remains in the state.
     """
-    values_differ = data.asked_keys is not None and not data.has_gates
-    if not values_differ or data.layers[0].kind in ("mamba", "lightning") or not len(outputs):
+    if data.asked_keys is None or data.has_gates or data.layers[0].kind in ("mamba", "lightning") or not len(outputs):
         return None
     want = recur(data)
     out = torch.stack([each.reshape(want.out.shape[1:]) for each in outputs])

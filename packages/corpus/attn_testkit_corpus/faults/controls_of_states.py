@@ -11,6 +11,7 @@ from attn_testkit.contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
 from .r_gates import RoundedProductsParent
+from .r_states import StatesOfViews
 from .states import StateParent
 from .states_in_trees import TreesParent
 from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
@@ -24,6 +25,11 @@ class StatesAsTheyAre(StateParent):
 @control()
 class StatesOfRoundedProducts(RoundedProductsParent):
     """Products whose factors may be rounded to the model's dtype, as chunked kernels declare them."""
+
+
+@control()
+class StatesOfColumns(StatesOfViews):
+    """Slots that are the first column of a wider table, as block tables of vLLM."""
 
 
 @control()
