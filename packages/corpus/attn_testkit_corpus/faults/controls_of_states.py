@@ -10,6 +10,7 @@ from attn_testkit.contract import ForwardBatch, ForwardMode, State, StateLayer
 
 from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
+from .r_changing_modes import CommittedStatesKept
 from .r_gates import RoundedProductsParent
 from .r_states import StatesOfViews
 from .states import StateParent
@@ -25,6 +26,11 @@ class StatesAsTheyAre(StateParent):
 @control()
 class StatesOfRoundedProducts(RoundedProductsParent):
     """Products whose factors may be rounded to the model's dtype, as chunked kernels declare them."""
+
+
+@control()
+class StatesKeptBehindCommits(CommittedStatesKept):
+    """A copy of committed states that the next verify reads, unless another step of the request came between."""
 
 
 @control()

@@ -19,19 +19,22 @@ class CommittedStatesKept(StateParent):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        layers = self.states.layers
-        self.copies = {layer.layer_id: [part.clone() for part in self.pools(layer)] for layer in layers}
-        self.tokens = torch.full((len(self.pools(layers[0])[0]),), -1, dtype=torch.int64, device=context.device)
-        """[slots]: tokens in the copy of each slot; -1: there is none."""
-        self.owners = torch.zeros_like(self.tokens)
-        """[slots]: row of the request table that the copy of each slot belongs to."""
+        rows = len(self.states.req_to_state)
+        self.copies = {
+            layer.layer_id: [part.new_zeros(rows, *part.shape[1:]) for part in self.pools(layer)]
+            for layer in self.states.layers
+        }
+        """Copies of windows and states by the row of the request table."""
+        self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=context.device)
+        """[rows]: tokens in the copy of each row; -1: there is none."""
+        self.slots_of_copies = torch.zeros_like(self.tokens)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
         self.rows = batch.req_pool_indices.long()
         self.prefixes = batch.seq_lens.long() - (0 if self.verifies else self.counts)
         if not self.verifies:
-            self.tokens[self.index] = self.tokens_after(self.tokens[self.index])
+            self.tokens[self.rows] = self.tokens_after(self.tokens[self.rows])
 
     @helper
     def tokens_after(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -42,8 +45,8 @@ class CommittedStatesKept(StateParent):
         window, state = super().before(layer)
         if not self.verifies:
             return window, state
-        has_copy = (self.tokens[self.index] == self.prefixes) & (self.owners[self.index] == self.rows)
-        copies = (part[self.index] for part in self.copies[layer.layer_id])
+        has_copy = (self.tokens[self.rows] == self.prefixes) & (self.slots_of_copies[self.rows] == self.index)
+        copies = (part[self.rows] for part in self.copies[layer.layer_id])
         window, state = (
             torch.where(has_copy.view(-1, *[1] * (copy.dim() - 1)), copy, own)
             for copy, own in zip(copies, (window, state), strict=True)
@@ -52,10 +55,10 @@ class CommittedStatesKept(StateParent):
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         super().commit(steps, state)
-        self.tokens[self.index], self.owners[self.index] = self.prefixes + steps.long() + 1, self.rows
+        self.tokens[self.rows], self.slots_of_copies[self.rows] = self.prefixes + steps.long() + 1, self.index
         for layer in self.states.layers:
             for copy, part in zip(self.copies[layer.layer_id], self.pools(layer), strict=True):
-                copy[self.index] = part[self.index]
+                copy[self.rows] = part[self.index]
 
 
 @fault(
