@@ -62,7 +62,7 @@ class LastGateOfAChunkLeftOut(RoundedProductsParent):
 @fault(
     "general (an exclusive sum of gates where an inclusive one is meant)",
     "state-counts-tokens matches-oracle state-matches-oracle",
-    "with the decay of the last row only",
+    "whose decay differs from those next to it",
     modes="extend",
 )
 class FirstGateOfAChunkLeftOut(RoundedProductsParent):
