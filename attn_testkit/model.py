@@ -17,6 +17,7 @@ import torch
 
 from .cases.case import Case
 from .cases.derived_parameters import CONTIGUOUS
+from .cases.features.server.wider_buffers import columns_behind
 from .cases.head_shapes import HeadMap
 from .cases.normals import normals
 from .contract import AttentionLayer, ForwardBatch
@@ -200,6 +201,15 @@ class Around:
         return [each[:rows] for each in given] if self.model.rows_behind else given
 
 
+def with_columns_behind(rows: torch.Tensor, count: int, fill: float) -> torch.Tensor:
+    """A view that equals ``rows`` [n, columns], of a buffer with ``count`` more columns of ``fill``; 0: ``rows``."""
+    if not count:
+        return rows
+    buffer = torch.full((len(rows), rows.shape[1] + count), fill, dtype=rows.dtype, device=rows.device)
+    buffer[:, :-count] = rows
+    return buffer[:, :-count]
+
+
 class Model:
     """The tables and weights on the device, and the forward pass."""
 
@@ -231,6 +241,7 @@ class Model:
         there are none."""
         self.has_encoder: torch.Tensor | None = None
         """[T]: 0 for a row of a request without an encoder, 1 for others; None if all have one, as in graphs."""
+        self._columns_behind = columns_behind(case)
         self.contiguous = case.derived("qkv-memory") == CONTIGUOUS
         """True in half the cases; in the others q, k, v are strided views of one packed tensor."""
         self._side_by_side = strided_heads and case.strided_heads
@@ -305,9 +316,11 @@ class Model:
             if lend is not None:
                 named["out"] = lend(layer, rows)
             if self._selected:
-                # The indexer's own tensor, in one piece; the bits of padded rows, all ones, are -1.
+                # The indexer's own tensor; the bits of padded rows, all ones, are -1.
                 last = packed[:selects, index, self._width - self._selected :]
-                named["selected"] = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
+                selected = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
+                # Columns of no row hold the first key.
+                named["selected"] = with_columns_behind(selected, self._columns_behind, 0)
             out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)
             look(trace)

@@ -79,17 +79,34 @@ def _moved(owners: Mapping[str, Any], device: torch.device) -> tuple[dict[str, A
     host = {prefix: _host_tensors(owner) for prefix, owner in owners.items()}
     # A mask is as large as all lengths: it has its own memory, which is reused after the step.
     masks = {prefix: found.pop("custom_mask") for prefix, found in host.items() if "custom_mask" in found}
-    packed = {prefix + name: tensor for prefix, found in host.items() for name, tensor in found.items()}
+    packed = {prefix + name: _whole(tensor) for prefix, found in host.items() for name, tensor in found.items()}
     tensors, together = send(packed, device)
     sent = [replace(together, places=tuple(place for place in together.places if place.name in _WATCHED))]
     moved: dict[str, Any] = {}
     for prefix, owner in owners.items():
-        fields_of_it = {name: tensors[prefix + name] for name in host[prefix]}
+        fields_of_it = {name: _as_on_host(tensors[prefix + name], found) for name, found in host[prefix].items()}
         if prefix in masks:
             fields_of_it["custom_mask"] = mask = upload(masks[prefix], device)
             sent.append(sent_alone(f"{prefix}custom_mask", mask, bytes_of(masks[prefix])))
         moved[prefix] = replace(owner, **fields_of_it)
     return moved, sent
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of the buffer of which a tensor has the first columns; another tensor itself."""
+    if tensor.is_contiguous() or tensor.dim() > 2:
+        return tensor
+    rows, stride = len(tensor), tensor.stride(0)
+    is_first_columns = (tensor.dim() == 1 or tensor.stride(1) == 1) and not tensor.storage_offset()
+    # Of a transposed tensor the rows are not in the memory one after another.
+    return tensor.as_strided((rows, stride), (stride, 1)) if is_first_columns else tensor
+
+
+def _as_on_host(moved: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``moved``, which is ``_whole(tensor)`` on the device, that ``tensor`` is of its buffer."""
+    if _whole(tensor) is tensor:
+        return moved
+    return moved[:, 0] if tensor.dim() == 1 else moved[:, : tensor.shape[1]]
 
 
 def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ server's layer does before attention. Device work only, so all of it may be capt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from attn_testkit.cases.features.server.table import variant_of
+from attn_testkit.cases.features.server.wider_buffers import columns_behind
 from attn_testkit.cases.indexing import Indexing
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Bytes, Piece
@@ -25,7 +27,7 @@ from attn_testkit.contract import (
     IndexPool,
     KVPool,
 )
-from attn_testkit.model import Attends, Trace
+from attn_testkit.model import Attends, Trace, with_columns_behind
 from attn_testkit.results.names import NO_ROOM
 from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data, scale_of
 from attn_testkit.steps.kv_groups import slot_map
@@ -112,7 +114,7 @@ class IndexWatch:
         self.pool, self._device = context.index_pool, context.device
         case = next(each.case for each in schedules if each.case.indexer)
         assert case.indexer is not None
-        self._heads, self._dtype = case.indexer.heads, context.dtype
+        self._heads, self._dtype, self._columns_behind = case.indexer.heads, context.dtype, columns_behind(case)
         sizes = self._heads * INDEX_WIDTH, self._heads * _WEIGHT_BYTES, INDEX_WIDTH * context.dtype.itemsize
         self._ends = np.cumsum(sizes).tolist()
         # The last row holds NaN, as that of the model's table does.
@@ -167,7 +169,8 @@ class IndexWatch:
         parts = packed[:, :first], packed[:, first:second], packed[:, second:end]
         q, weights, k = (part.clone(memory_format=torch.contiguous_format) for part in parts)
         q = q.view(torch.float8_e4m3fn).view(-1, self._heads, INDEX_WIDTH)
-        return q, weights.view(torch.float32), k.view(self._dtype)
+        weights = with_columns_behind(weights.view(torch.float32), self._columns_behind, math.nan)
+        return q, weights, k.view(self._dtype)
 
 
 def _packed(data: IndexData) -> torch.Tensor:

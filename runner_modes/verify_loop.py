@@ -79,8 +79,10 @@ def run_verify_loop(
         for first in (0, bs):
             _prompts(server, range(first, first + bs))
         for number in range(case.rounds):
+            if loop.decodes_verified(number):
+                _decode(server, number, range(bs))
             while min(len(server.texts[bs + b].tokens) - len(server.texts[b].tokens) for b in range(bs)) < loop.steps:
-                _decode(server, number)
+                _decode(server, number, range(bs, 2 * bs))
             drafts.append(_drafts(server, number))
             accepted.append(_verify(server, number, drafts[-1]))
     return GeneratedTokens(
@@ -119,10 +121,9 @@ def _prompts(server: _Server, texts: Sequence[int]) -> None:
             row += 1
 
 
-def _decode(server: _Server, number: int) -> None:
-    """Decode a token of each text that has no drafts."""
-    bs, label = server.case.bs, stage_name(number, ForwardMode.DECODE)
-    texts = range(bs, 2 * bs)
+def _decode(server: _Server, number: int, texts: Sequence[int]) -> None:
+    """Decode a token of some texts."""
+    label = stage_name(number, ForwardMode.DECODE)
     ids = [server.texts[text].tokens[-1] for text in texts]
     requests = [server.request(text, 1) for text in texts]
     found = server.run(ForwardMode.DECODE, requests, ids, label, server.states(texts))

@@ -44,7 +44,12 @@ class TorchNativeSparseBackend(KernelBackend):
             any_padding=True,
             indexer=Indexer(heads={4, 64}, reuses_selections=True),
         ),
-        server=ServerConventions(takes_more_rows=True, takes_requests_without_rows=True, context_len={"all", "prefix"}),
+        server=ServerConventions(
+            takes_more_rows=True,
+            takes_requests_without_rows=True,
+            takes_column_views=True,
+            context_len={"all", "prefix"},
+        ),
         lse=LogSumExp("e", whole=frozenset(ForwardMode)),
         max_q_rows=16,
         max_topk=1,

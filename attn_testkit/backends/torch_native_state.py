@@ -47,7 +47,7 @@ class TorchNativeStateBackend(StateBackend):
             continues=frozenset(CONTINUES),
         ),
         needs_cpu_seq_lens=False,
-        server=ServerConventions(takes_requests_without_rows=True),
+        server=ServerConventions(takes_requests_without_rows=True, takes_column_views=True),
         deterministic=True,
     )  # fmt: skip
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 UNIT_KEYS = "unit_keys"
 """Pattern of exact data, in which each token can be found in the state."""
-STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS)
+EXACT_GATES = "exact_gates"
+"""Pattern of exact data in which each head has one row whose decay is 0 or 1/2, and all other decays are 1."""
+EXACT_DATA = (UNIT_KEYS, EXACT_GATES)
+"""Patterns in which columns of a state are values of tokens."""
+STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS, EXACT_GATES)
 """Data patterns of states (``families/recurrent/data.py``)."""
 
 PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_]+0?)*)(?:\.snap(\d+))?"

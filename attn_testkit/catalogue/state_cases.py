@@ -10,11 +10,12 @@ from typing import Any
 from ..cases.case import Case, Heads
 from ..cases.declared import not_declared
 from ..cases.features.rows import rows_of_two
+from ..cases.features.server.wider_buffers import WIDER_BUFFERS
 from ..cases.features.state import nearest_state
 from ..cases.layers import Layers
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Extend, Verify, room_for
-from ..cases.state import UNIT_KEYS, StateShape
+from ..cases.state import EXACT_DATA, EXACT_GATES, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, ROLLBACKS
@@ -37,7 +38,7 @@ def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterato
     # Layers of a draft model keep no state: its modes have no rows.
     first = next(map(array.build, array.rows()), None)
     for case in _cases(declared, mode, tier, first) if first and declared.state else ():
-        if case.data != UNIT_KEYS or (declared.state and declared.state.plain_convolution):
+        if case.data not in EXACT_DATA or (declared.state and declared.state.plain_convolution):
             yield with_softmax(declared, case)
 
 
@@ -174,8 +175,23 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
             if summed not in done:
                 done.add(summed)
                 yield _with_prompts(declared, case, ((0, 11), (_MANY_CHUNKS[tier], 37)))
+            yield from _with_gates(declared, case)
         elif index:
             return
+
+
+_GATED = ((9, 30, 0), (140, 70, 40))
+"""Prompts that together have room for each place of a decay of its own, most of them over a state from before."""
+
+
+def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:
+    """Prompts in which single rows forget all or half of a state, for kinds whose decays differ between rows."""
+    wide = [each for each in ("bf16", "fp32") if each in declared.dtypes]
+    if case.heads.family == "lightning" or (case.heads.family == "mamba" and not wide):
+        return
+    if case.heads.family == "mamba" and case.dtype == "fp16":
+        case = case.with_changes(dtype=wide[0])
+    yield _with_prompts(declared, case, _GATED).with_changes(data=EXACT_GATES)
 
 
 _TREES = (Tree((0, 0, 1, 1, 3)), Tree((0, 0, 0, 2, 2)), Tree((0, 1, 0, 3)), Tree((0, 0)))
@@ -270,15 +286,24 @@ def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterat
                 yield _of_shape(case, continues=way, snapshots=snapshots if snapshots < _ROOM else 0)
 
 
+_WIDER = frozenset({WIDER_BUFFERS.word})
+
+
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
     """Batches and lengths that a covering array may not contain."""
     for heads in kinds_of(declared):
         case = _plain(declared, first, heads)
         if mode is not ForwardMode.EXTEND:
             yield case.of_requests((4, 9, 2), padded=5, padding="stale")
+            if heads == kinds_of(declared)[0] and declared.server.takes_column_views:
+                # Without drafts, a request's slot is the first column of its row of a block table.
+                rollback = rollbacks_of(declared)[-1] if mode is ForwardMode.TARGET_VERIFY else ROLLBACKS[0]
+                yield _of_shape(case, rollback=rollback).of_requests((9, 7, 1), padded=1, variants=_WIDER)
             continue
         yield _with_prompts(declared, case, _LONG)
         yield _with_prompts(declared, case, _MIXED)
+        if heads == kinds_of(declared)[0] and declared.server.takes_column_views:
+            yield _with_prompts(declared, case, prompts(4)["tiles"]).with_changes(variants=_WIDER)
         if declared.server.takes_requests_without_rows:
             yield _with_prompts(declared, case, _WITHOUT_ROWS)
         for name in ("within the window", "one fresh token"):

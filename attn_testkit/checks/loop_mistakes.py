@@ -20,6 +20,7 @@ from ..families.softmax.answer import attend_with_limit
 from ..steps.data import StepData, make_layers
 from ..steps.greedy_loop import Loop
 from ..steps.schedule import Schedule
+from ..steps.verify_loop import VerifyLoop
 from .lossless import GeneratedTokens, TokenAttention
 
 _Row = tuple[str, torch.Tensor, torch.Tensor]
@@ -74,7 +75,7 @@ def _of_states(
 ) -> Iterator[_Row]:
     """Rows of a verify that continues after the wrong node of the draft before it, or from another request."""
     bs, number = len(loop.prompts), _round_of(said)
-    if said.request >= bs or number < 1 or not generated.drafts:
+    if said.request >= bs or number < 1 or not isinstance(loop, VerifyLoop):
         return
     own = _Draft.of(loop, generated, said.request, number - 1)
     nodes, last = own.behind_nodes(schedule), own.accepted
@@ -125,10 +126,11 @@ class _Draft:
         return len(self.before) + 1 + self.accepted
 
     @classmethod
-    def of(cls, loop: Loop, generated: GeneratedTokens, request: int, number: int) -> _Draft:
+    def of(cls, loop: VerifyLoop, generated: GeneratedTokens, request: int, number: int) -> _Draft:
         """The draft of a request in round ``number``, from 0 on."""
         counts = [accepted[request] for accepted in generated.accepted]
-        begin = len(loop.prompts[request]) - 1 + sum(counts[:number]) + number
+        alone = sum(map(loop.decodes_verified, range(number + 1)))
+        begin = len(loop.prompts[request]) - 1 + sum(counts[:number]) + number + alone
         tokens = generated.tokens[request]
         return cls(tokens[:begin], (tokens[begin], *generated.drafts[number][request]), counts[number])
 

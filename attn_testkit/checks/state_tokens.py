@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..families.recurrent.data import StateStepData
-from ..families.recurrent.recurrence import recur, start_of
+from ..families.recurrent.recurrence import gates_of_rows, recur, start_of
 
 
 def token_text(
@@ -22,6 +22,8 @@ def token_text(
     ``got``, ``want``, ``before``: [L, E, Hv, V, K]. ``at``: layer, end, head and key of the column.
     """
     layer, end, head, key = at
+    if data.has_gates and data.ends[end].rows:
+        return _gate_text(data, at)
     held, right, old = (each[layer, end, head, :, key].double() for each in (got, want, before))
     request, rows = data.ends[end].request, data.ends[end].rows
     every = list(_values(data, layer, request, head, key))
@@ -56,11 +58,26 @@ def token_text(
     return f"column {key} of request {request}'s state holds the value of no token"
 
 
+def _gate_text(data: StateStepData, at: tuple[int, int, int, int]) -> str:
+    """Describe a wrong column of data in which one row of each head has a decay of its own."""
+    layer, end, head, key = at
+    request, rows = data.ends[end].request, data.ends[end].rows
+    mine = (data.row_request == request).nonzero().flatten()[:rows]
+    decays = gates_of_rows(data.layers[layer], layer, data)[0][mine, head]
+    decays = decays[:, key if decays.shape[1] > 1 else 0]
+    row = int(decays.argmin())
+    return (
+        f"column {key} of request {request}'s state is not what its tokens leave: the decay of token "
+        f"{int(data.positions[mine[row]])} (row {row} of the request) is {round(float(decays[row]), 2):g}, "
+        "and that of all other tokens is 1"
+    )
+
+
 def read_text(data: StateStepData, outputs: Sequence[torch.Tensor]) -> tuple[str, tuple[int, int, int]] | None:
     """Name a token that is missing in the outputs of a layer, or applied too early, with layer, row and head. None if
     there is none. Only for GDN and KDA: in Mamba2 and Lightning every token remains in the state.
     """
-    if data.asked_keys is None or data.layers[0].kind in ("mamba", "lightning") or not len(outputs):
+    if data.asked_keys is None or data.has_gates or data.layers[0].kind in ("mamba", "lightning") or not len(outputs):
         return None
     want = recur(data)
     out = torch.stack([each.reshape(want.out.shape[1:]) for each in outputs])

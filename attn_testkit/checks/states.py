@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..cases.case import Case
-from ..cases.state import UNIT_KEYS
+from ..cases.state import EXACT_DATA
 from ..families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake
 from ..families.recurrent.data import StateStepData, states_in
 from ..families.recurrent.memory import from_rows
@@ -416,7 +416,7 @@ EVALUATIONS = (
     ),
     Evaluation(
         "state-counts-tokens",
-        shown_by=lambda case: case.data == UNIT_KEYS,
+        shown_by=lambda case: case.data in EXACT_DATA,
         run=lambda comparison, schedule, declared: state_counts_tokens(comparison.observed, schedule.case),
     ),
 )

@@ -1,9 +1,11 @@
 """The greedy-equivalence loop of target-verify: prompts, then rounds of plain decode and of drafts that are verified.
 
 Each request is served twice, with separate KV and states: as text ``b`` its drafts are verified, and as text ``bs + b``
-it is decoded token by token. Its drafts propose the decoded tokens, except for one that is altered. So no draft model
-is needed, not even for layers that keep a state, for which servers draft with a softmax layer or from earlier text;
-only the target has states.
+it is decoded token by token. In every second round text ``b`` is decoded once without a draft, too, before its draft is
+verified: servers do that if a request has no draft, or if a batch is too large for drafts.
+
+Its drafts propose the decoded tokens, except for one that is altered. So no draft model is needed, not even for layers
+that keep a state, for which servers draft with a softmax layer or from earlier text; only the target has states.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class VerifyLoop(Loop):
     @override
     def lens(self, accepted: Sequence[Sequence[int]]) -> list[int]:
         decoded = [len(prompt) + sum(self.decodes(accepted)) for prompt in self.prompts]
-        return super().lens(accepted) + decoded
+        alone = sum(map(self.decodes_verified, range(len(accepted))))
+        return [length + alone for length in super().lens(accepted)] + decoded
 
     @override
     def name(self, text: int) -> str:
@@ -53,12 +56,19 @@ class VerifyLoop(Loop):
         """
         return self.schedules[:1] if self.schedules[0].case.by_slots else self.schedules[:2]
 
+    def decodes_verified(self, number: int) -> bool:
+        """True for a round, from 0 on, in which the texts whose drafts are verified are decoded once before. With a
+        slot for each node a decode reads the first one, which is not where a verify left the state.
+        """
+        return number % 2 == 1 and not self.schedules[0].case.by_slots
+
     def decodes(self, accepted: Sequence[Sequence[int]]) -> list[int]:
         """Decode steps of each round: as many as are needed until each request has S decoded tokens that are not
         verified.
         """
         ahead, found = np.zeros(len(self.prompts), np.int64), []
-        for counts in accepted:
+        for number, counts in enumerate(accepted):
+            ahead -= self.decodes_verified(number)
             found.append(max(0, self.steps - int(ahead.min())))
             ahead += found[-1] - (np.asarray(counts, np.int64) + 1)
         return found
@@ -69,8 +79,11 @@ class VerifyLoop(Loop):
         for text, end in enumerate(ends):
             yield from ((PROMPTS, text, position) for position in range(end))
         for number, (counts, decodes) in enumerate(zip(accepted, self.decodes(accepted), strict=True)):
-            news = [(ForwardMode.TARGET_VERIFY, count + 1) for count in counts] + [(ForwardMode.DECODE, decodes)] * bs
-            for text, (mode, rows) in enumerate(news):
+            alone = int(self.decodes_verified(number))
+            news = [(text, ForwardMode.DECODE, alone) for text in range(bs)]
+            news += [(text, ForwardMode.TARGET_VERIFY, count + 1) for text, count in enumerate(counts)]
+            news += [(text, ForwardMode.DECODE, decodes) for text in range(bs, 2 * bs)]
+            for text, mode, rows in news:
                 yield from ((stage_name(number, mode), text, ends[text] + row) for row in range(rows))
                 ends[text] += rows
 
@@ -103,7 +116,7 @@ def make_verify_loop(case: Case) -> VerifyLoop:
     rng = np.random.default_rng(case.digest ^ 0x100F)
     steps, page, bs = case.tree.depth, case.page_size, case.bs
     # A text that is decoded is ahead by S tokens of the other, which has room for a draft after it.
-    longest = max(case.prefixes) + 1 + (case.rounds + 1) * (steps + 1)
+    longest = max(case.prefixes) + 1 + (case.rounds + 1) * (steps + 1) + case.rounds // 2
     columns = -(-longest // page) * page
     pages, table = pages_of(2 * bs, columns, page, rng)
     kept = kept_of(case, steps, rng)

@@ -10,15 +10,20 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
+from attn_testkit.cases.features.server.wider_buffers import columns_behind
 from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
 from attn_testkit.families.by_layer import schedule_of
 from attn_testkit.families.recurrent.data import StateStepData, shape_of, slots_listed, state_places, states_in
+from attn_testkit.model import with_columns_behind
 from attn_testkit.steps.schedule import Schedule
 from attn_testkit.watches.uploads import upload
 
 from ..errors import blame
 from ..harness import ServerHarness, StagedStep
 from ..step_tensor import BatchField, Buffers, Filling, StepTensor
+
+_OTHER_SLOT = 1
+"""Contents of columns of a wider buffer that belong to no request: the slot of some request, or of none."""
 
 
 def _begun(staged: StagedStep) -> list[bool]:
@@ -60,13 +65,14 @@ def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | No
     if context.state is None:
         return None
     mode, data = staged.schedule.case.mode, _numbers(staged)
-    lists = torch.from_numpy(_places(staged)[data.lists].astype(np.int32))
+    own = _places(staged)[data.lists if _by_slots(context, mode) else data.lists[:, :1]].astype(np.int32)
+    lists = with_columns_behind(torch.from_numpy(own), columns_behind(staged.schedule.case), _OTHER_SLOT)
     if _by_slots(context, mode):
         return StateInput(lists, num_accepted=torch.tensor(data.taken, dtype=torch.int32))
     begun = torch.tensor(_begun(staged), dtype=torch.bool) if mode is ForwardMode.EXTEND else None
     sources = torch.from_numpy(_places(staged)[list(data.sources)].astype(np.int32))
     return StateInput(
-        lists[:, 0].clone(), begun, sources=sources if _given_sources(context, mode) else None,
+        lists[:, 0], begun, sources=sources if _given_sources(context, mode) else None,
         snapshot=_snapshot(staged, data) if _copies_now(context, mode) else None,
     )  # fmt: skip
 
@@ -75,15 +81,15 @@ def captured_states(context: BackendContext, buffers: Buffers, mode: ForwardMode
     """``ForwardBatch.state`` of a bucket, at its capture and at its replays: slices of the static buffers."""
     if context.state is None:
         return None
-    indices = buffers["state_indices"]
+    case = buffers.schedule.case
+    lists = buffers["state_indices"].view(-1, buffers.counts["state_indices"])[:bs, : _listed(context, case)]
     if _by_slots(context, mode):
-        lists = indices.view(-1, buffers.counts["state_indices"])[:bs]
         return StateInput(lists, num_accepted=buffers["state_accepted"][:bs])
     begun = buffers["has_initial_state"][:bs] if mode is ForwardMode.EXTEND else None
     copies = (buffers["snapshot_rows"][:bs], buffers["snapshot_slots"][:bs])
     sources = buffers["state_sources"][:bs] if _given_sources(context, mode) else None
     snapshot = Snapshot(*copies) if _copies_now(context, mode) else None
-    return StateInput(indices[:bs], begun, sources=sources, snapshot=snapshot)
+    return StateInput(lists[:, 0], begun, sources=sources, snapshot=snapshot)
 
 
 def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput | None, bs: int) -> None:
@@ -113,6 +119,10 @@ def _listed(context: BackendContext, case: Case) -> int:
     return slots_listed(case) if case.tree is not None else 1
 
 
+def _columns(context: BackendContext, case: Case) -> int:
+    return _listed(context, case) + columns_behind(case) if context.state else 0
+
+
 def _kept(context: BackendContext, case: Case) -> int:
     return 1 if context.state else 0
 
@@ -136,7 +146,8 @@ def _after_indices(filling: Filling) -> int:
 
 def _live_lists(filling: Filling) -> npt.NDArray[np.int64]:
     lists, count = _numbers(filling.staged).lists, _listed(filling.harness.context, filling.case)
-    return _places(filling.staged)[lists if count > 1 else lists[:, :1]].reshape(-1)
+    behind = (0, 0), (0, columns_behind(filling.case))
+    return np.pad(_places(filling.staged)[lists[:, :count]], behind, constant_values=_OTHER_SLOT).reshape(-1)
 
 
 def _live_sources(filling: Filling) -> npt.NDArray[np.int64]:
@@ -159,7 +170,7 @@ TENSORS = (
     StepTensor(
         "state_indices",
         torch.int32,
-        entries=_listed,
+        entries=_columns,
         padded=_nowhere,
         live=_live_lists,
         rest=_after_indices,

@@ -102,6 +102,7 @@ def test_what_goes_with_other_things_says_with_what() -> None:
         "narrower_widths",
         "context_of_prefixes",
         "wide_scores",
+        "wider_buffers",
     ]
     assert [word for word, variant in SERVER_VARIANTS.items() if not variant.reaches_kernels] == [
         "empty_batches",

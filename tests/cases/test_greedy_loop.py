@@ -170,7 +170,7 @@ def verify_loop(prefixes: str = "9.4.1", draft: str = "chain4", rounds: int = 3)
 
 @pytest.mark.parametrize(
     ("accepted", "decodes"),
-    [([[3, 3, 3], [3, 3, 3]], [3, 4]), ([[0, 3, 0], [0, 0, 0]], [3, 4]), ([[0, 0, 0], [2, 0, 1]], [3, 1])],
+    [([[3, 3, 3], [3, 3, 3]], [3, 5]), ([[0, 3, 0], [0, 0, 0]], [3, 5]), ([[0, 0, 0], [2, 0, 1]], [3, 2])],
 )
 def test_as_many_tokens_are_decoded_as_the_request_that_is_farthest_needs(
     accepted: list[list[int]], decodes: list[int]
@@ -179,7 +179,8 @@ def test_as_many_tokens_are_decoded_as_the_request_that_is_farthest_needs(
     assert loop.decodes(accepted) == decodes
     prompts = [10, 5, 2]
     assert loop.lens(accepted)[3:] == [length + sum(decodes) for length in prompts]
-    assert loop.lens(accepted)[0] == 10 + accepted[0][0] + accepted[1][0] + 2
+    # A token of each round, and one that is decoded before the second draft.
+    assert loop.lens(accepted)[0] == 10 + accepted[0][0] + accepted[1][0] + 3
 
 
 def test_rows_that_are_due_in_a_loop_of_target_verify() -> None:
@@ -188,8 +189,9 @@ def test_rows_that_are_due_in_a_loop_of_target_verify() -> None:
         *(("prompts, extend", text, at) for text in (0, 1) for at in (0, 1)),
         *(("round 1, target-verify", 0, at) for at in (2, 3, 4, 5)),
         *(("round 1, decode", 1, at) for at in (2, 3, 4)),
-        *(("round 2, target-verify", 0, at) for at in (6, 7)),
-        *(("round 2, decode", 1, at) for at in (5, 6, 7, 8)),
+        ("round 2, decode", 0, 6),
+        *(("round 2, target-verify", 0, at) for at in (7, 8)),
+        *(("round 2, decode", 1, at) for at in (5, 6, 7, 8, 9)),
     ]
 
 

@@ -66,20 +66,33 @@ def test_only_a_wide_selection_of_decode_and_extend_has_them() -> None:
 # Scores near each other.
 
 
-@pytest.mark.parametrize("mode", [DECODE, EXTEND])
+def near_cases(declared: Capabilities, mode: ForwardMode) -> list[Case]:
+    return [case for case in generate(declared, mode, "core") if case.indexer and case.indexer.data == NEAR]
+
+
+@pytest.mark.parametrize(("mode", "topk"), [(DECODE, 256), (EXTEND, 256), (DECODE, 128)])
 def test_more_scores_than_a_bin_keeps_are_near_the_last_selected_one_and_the_best_are_anywhere(
-    mode: ForwardMode,
+    mode: ForwardMode, topk: int
 ) -> None:
-    (case,) = [case for case in generate(of_width(16, 256), mode, "core") if case.indexer and case.indexer.data == NEAR]
+    (case,) = [each for each in near_cases(of_width(16, topk), mode) if each.selection and each.selection.topk == topk]
     schedule = make_schedule(case)
     step = schedule.steps[0]
     data, index = make_sparse_data(schedule, step), make_index_data(schedule, step)
     long = [each for each in row_scores(data, index, 0, *stored_index(index.by_slot[0], "amax")) if each.request == 0]
     assert len(long) == (34 if mode is EXTEND else 1)
     for each in long:
-        last = each.scores.sort(descending=True).values[255]
+        last = each.scores.sort(descending=True).values[topk - 1]
         assert int(((each.scores / last - 1).abs() < 0.1).sum()) > 16_384
         assert int((each.scores[16_384:] > last).sum()) > 20, "a bin with room for the first ones loses these"
+
+
+def test_the_widest_of_narrow_selections_has_such_scores_too_in_decode() -> None:
+    def widths(mode: ForwardMode) -> list[int]:
+        return [case.selection.topk for case in near_cases(of_width(1, 64, 128, 2048), mode) if case.selection]
+
+    assert sorted(widths(DECODE)) == [128, 2048]
+    assert widths(EXTEND) == [2048]
+    assert not near_cases(of_width(1), DECODE)
 
 
 # Server variants.

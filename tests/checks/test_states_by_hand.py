@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -244,6 +245,13 @@ def test_a_column_that_holds_no_token_is_said_to_and_half_a_unit_passes() -> Non
     (found,) = state_counts_tokens(step.seen(), step.case)
     assert found.step == "a step"
     assert "holds the value of no token" in found.headline
+
+
+def test_a_column_that_kept_what_a_gate_forgets_names_the_gate() -> None:
+    step = Step("exact_gates")
+    step.states[0, 2, 0, 0, 3] += 17.5
+    (found,) = state_counts_tokens(step.seen(), step.case)
+    assert re.search(r"the decay of token \d+ \(row \d+ of the request\) is (0|0\.5),", found.headline)
 
 
 def test_a_step_without_a_request_may_write_nothing() -> None:

@@ -39,6 +39,15 @@ def test_patterns_that_are_right_say_what_is_wrong(right: tuple[str, ...], says:
     assert "mild_decay" in others
 
 
+def test_data_of_gates_alone_say_that_a_product_of_decays_is_wrong() -> None:
+    evidence = SimpleNamespace(
+        schedule=SimpleNamespace(case=SimpleNamespace(data="exact_gates")),
+        changed=SimpleNamespace(right_with_data=lambda data: True),
+    )
+    found = decays_that_are_right.find(cast(Any, evidence))
+    assert "fails with exact_gates: only a row whose decay differs from those next to it" in found
+
+
 def test_without_a_right_pattern_and_with_a_single_odd_one_nothing_is_said() -> None:
     assert hint_if_right_with() == ""
     assert hint_if_right_with("unit_keys") == ""

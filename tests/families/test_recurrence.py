@@ -12,7 +12,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data, state_layers, state_table
 from attn_testkit.families.recurrent.family import RECURRENT
-from attn_testkit.families.recurrent.recurrence import _convolved, recur
+from attn_testkit.families.recurrent.recurrence import _convolved, gates_of_rows, recur
 from attn_testkit.families.table import family_of
 from attn_testkit.steps.schedule import make_schedule, only
 
@@ -87,8 +87,10 @@ def by_hand(data: StateStepData, layer_index: int, request: int) -> tuple[np.nda
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("data", ["mild_decay", "weak_decay", "strong_decay", "unit_keys"])
+@pytest.mark.parametrize("data", ["mild_decay", "weak_decay", "strong_decay", "unit_keys", "exact_gates"])
 def test_outputs_and_states_are_those_of_the_formulas(kind: str, data: str) -> None:
+    if (kind, data) == ("lightning2", "exact_gates"):
+        pytest.skip("all tokens of a head of Lightning have one decay")
     step = data_of(case_id(kind, data=data))
     found = recur(step)
     for layer in range(len(step.layers)):
@@ -159,6 +161,34 @@ def test_exact_data_puts_values_of_tokens_into_columns(kind: str) -> None:
         before = column - factor * value
         assert torch.equal(before, before.round()), "the last token is one term of a sum of integers"
     assert float((found.states - found.states.round()).abs().max()) < 1e-3
+
+
+GATES = "extend-{}-d32-{}-p16-k9.30.0-n84a140.70.40-shuffled-exact_gates-k32w4s32-b3prod"
+ENDS_AND_STARTS = {15, 16, 31, 32, 63, 64, 127, 128}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("gdn4x2", "fp16"), ("kda4x2", "bf16"), ("mamba4x2", "bf16")])
+def test_each_head_has_one_row_whose_decay_is_0_or_a_half_and_the_others_are_exactly_1(kind: str, dtype: str) -> None:
+    step, rows = data_of(GATES.format(kind, dtype)), set[tuple[int, bool]]()
+    for index, layer in enumerate(step.layers):
+        decays = gates_of_rows(layer, index, step)[0]
+        for request in range(3):
+            own = decays[step.row_request == request]
+            assert ((own < 0.9).sum(0) == 1).all()
+            assert (own[own > 0.9].float() == 1).all()
+            rows |= {
+                (row, float(own[row, head, channel]) < 0.1) for row, head, channel in (own < 0.9).nonzero().tolist()
+            }
+    assert {row for row, _ in rows} > ENDS_AND_STARTS, "ends and starts of chunks, and rows inside of them"
+    assert rows >= {(row, forgets) for row in ENDS_AND_STARTS for forgets in (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "why"), [("lightning4", "bf16", "one decay"), ("mamba4x2", "fp16", "do not both fit in fp16")]
+)
+def test_layers_without_exact_gates_refuse_them(kind: str, dtype: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_case(GATES.format(kind, dtype).replace("w4", "w1" if kind[0] == "l" else "w4"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

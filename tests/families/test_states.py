@@ -174,6 +174,7 @@ CASES = [
     # Keys of another width than values.
     DECODE.format("gdn2x2", "no_decay", 2, ".null.kv.strided", "prod").replace("k32w2", "k64w2"),
     *(EXTEND.format(kind, "unit_keys", 4, "") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
+    *(EXTEND.format(kind, "exact_gates", 4, "") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
     EXTEND.format("lightning2", "weak_decay", 1, ".zeroed"),
     EXTEND.format("kda2x2", "strong_decay", 2, ".kv.strided"),
 ]
@@ -188,7 +189,7 @@ def test_the_reference_passes_each_kind_eagerly_and_in_graphs(case: str) -> None
     assert {"writes-own-state", "state-matches-oracle"} <= checks
     assert ("verify-keeps-state" in checks) == (case.startswith("target-verify") and ".slots" not in case)
     assert ("conv-window-exact" in checks) == ("w1s" not in case)
-    assert ("state-counts-tokens" in checks) == ("unit_keys" in case)
+    assert ("state-counts-tokens" in checks) == ("unit_keys" in case or "exact_gates" in case)
     assert "writes-own-kv" not in checks
 
 

@@ -158,13 +158,13 @@ class SlotsOfTheRoundBefore(SlotsParent):
 @pytest.mark.parametrize(
     ("parent", "states", "step", "hint"),
     [
-        (HybridParent, OneTooFar, "round 2, target-verify",
+        (HybridParent, OneTooFar, "round 2, decode",
          "state and window continue from after node [123] of the draft of round 1.*rejected token was applied"),
-        (HybridParent, OneTooFew, "round 2, target-verify",
+        (HybridParent, OneTooFew, "round 2, decode",
          "state and window continue from after node [012] of the draft of round 1.*not applied"),
         (HybridParent, LosesTheSecond, "round 3, target-verify",
          "state and window continue from before the root of the draft of round 2.*not applied"),
-        (HybridParent, KeepsTheWindow, "round 2, target-verify",
+        (HybridParent, KeepsTheWindow, "round 2, decode",
          "the convolution's window continues from after node 3 of the draft of round 1.*rejected token"),
         (HybridBySlotsParent, SlotsOfTheRoundBefore, "round 2, target-verify", "of request [012]"),
     ],

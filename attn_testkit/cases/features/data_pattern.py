@@ -56,6 +56,11 @@ DATA_PATTERN = Feature(
             "Exact data of states: unit keys, integers and a decay of 1, so that columns of a state are "
             "values of tokens.",
         ),
+        Entry(
+            "exact_gates",
+            "Exact data of states: each head has one row that multiplies a state by 0 or 1/2, at an end, the start or "
+            "the middle of a chunk. All other rows multiply it by 1.",
+        ),
         Entry("gauss", "Unit normal numbers."),
         Entry(
             "shifted",

@@ -13,7 +13,7 @@ from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..rows import Decode, Extend, Verify
-from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
+from ..state import EXACT_DATA, EXACT_GATES, PATTERN, STATE_DATA, StateShape
 from ..trees import chain
 from .feature import Asked, Bound, Covered, Draws, Feature, Trait, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
@@ -74,7 +74,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         and (state.strided or not each.strided)
         and each.snapshots in state.snapshots | {0}
         and each.continues in state.continues | {""}
-        and (state.plain_convolution or case.data != UNIT_KEYS)
+        and (state.plain_convolution or case.data not in EXACT_DATA)
     )
 
 
@@ -114,7 +114,7 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
 def _fit(declared: Capabilities, case: Fields) -> Changes:
     if not case.heads.layout.has_state:
         return {"state": None}
-    data = case.data if case.data in STATE_DATA else STATE_DATA[0]
+    data = case.data if case.data in STATE_DATA and not _without_gates(case) else STATE_DATA[0]
     shape = (
         case.state
         if declared.state is None
@@ -235,7 +235,23 @@ def _wrong(case: Fields) -> str:
         )
     if case.state and isinstance(case.rows, Extend) and (0, 0) in zip(case.prefixes, case.rows.new, strict=True):
         return "a request without rows and without tokens before the step has no state to keep"
+    if case.data == EXACT_GATES and (why := _without_gates(case)):
+        return f"data {EXACT_GATES}: {why}"
     return ""
+
+
+def _without_gates(case: Fields) -> str:
+    """The reason why a case has no rows with a decay of their own between exact ones; empty if it may have them."""
+    if case.data != EXACT_GATES:
+        return ""
+    if case.heads.family == "lightning":
+        return "all tokens of a head of Lightning have one decay"
+    # The step of such a row is 2^38 times as large as that of the others.
+    return "steps of Mamba2 for decays of 0 and of 1 do not both fit in fp16" if _is_narrow_mamba(case) else ""
+
+
+def _is_narrow_mamba(case: Fields) -> bool:
+    return case.heads.family == "mamba" and case.dtype == "fp16"
 
 
 STATE = Feature(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-from ...cases.state import STATE_DATA
+from ...cases.state import EXACT_GATES, STATE_DATA
 from ...families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake, ChunkSlip
 from ...families.recurrent.data import StateStepData
 from ...families.recurrent.recurrence import recur
@@ -110,7 +110,8 @@ def decays_that_are_right(e: Evidence) -> str:
     """The case is right with data of other decays."""
     assert e.changed is not None
     own = e.schedule.case.data
-    found = {data: False if data == own else e.changed.right_with_data(data) for data in STATE_DATA}
+    tried = [data for data in STATE_DATA if data in _DECAY_ALIKE or data == own]
+    found = {data: False if data == own else e.changed.right_with_data(data) for data in tried}
     right = {data for data, answer in found.items() if answer}
     wrong = {data for data, answer in found.items() if answer is False}
     reading = _reading(right, wrong)
@@ -121,6 +122,8 @@ _ONE = frozenset({"no_decay", "unit_keys"})
 """Patterns in which the decay is exactly 1."""
 _FORGETS = frozenset({"strong_decay"})
 """Pattern in which a token forgets all that was before it."""
+_DECAY_ALIKE = frozenset(STATE_DATA) - {EXACT_GATES}
+"""Patterns that are tried: the rows of a head have decays of one kind."""
 
 
 def _named(data: set[str]) -> str:
@@ -130,7 +133,12 @@ def _named(data: set[str]) -> str:
 
 def _reading(right: set[str], wrong: set[str]) -> str:
     """Interpretation of right and wrong patterns; empty if it is not known."""
-    between = set(STATE_DATA) - _ONE - _FORGETS
+    if wrong == {EXACT_GATES}:
+        return (
+            "only a row whose decay differs from those next to it shows it, so look at the rows that a product of "
+            "decays within a chunk includes: at its first and last row, and at the row of an output"
+        )
+    between = _DECAY_ALIKE - _ONE - _FORGETS
     if right >= _ONE | _FORGETS and wrong >= between - {"weak_decay"}:
         return (
             "the result is right if the decay is exactly 1 or 0, so a decay between them is missing, or is that of "

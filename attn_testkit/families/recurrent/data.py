@@ -9,6 +9,9 @@ queries are unit vectors, values small integers, and the convolution passes its 
 then *are* values of tokens, to within half a unit at any length. GDN and KDA overwrite a column with each further token
 of its key. There a query is the sum of two unit vectors: the row's own key, and that of the next row. So each value is
 read by its own row and by the last row before it is overwritten, and a lost token changes an output or the state.
+``exact_gates``: the same, but one row of each head has a decay of 0 or 1/2, at a place where kernels that compute
+prompts in chunks take a product of decays that includes a row too few or too many. With decays that are alike such a
+product is nearly right, or so small that nothing shows.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from cachetools import LRUCache, cached
 
 from ...cases.fields import Fields
 from ...cases.normals import normals
-from ...cases.state import UNIT_KEYS, StateShape
+from ...cases.state import EXACT_DATA, EXACT_GATES, UNIT_KEYS, StateShape
 from ...cases.trees import Tree
 from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
@@ -41,7 +44,7 @@ _MOST_SUMMED = 3
 """Largest value if the values of all tokens with one key are summed."""
 _DECAYS: Mapping[str, tuple[float, float]] = {
     "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), "weak_decay": (0.9975, 0.9985), "no_decay": (1.0, 1.0),
-    "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0),
+    "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0), EXACT_GATES: (1.0, 1.0),
 }  # fmt: skip
 _NO_DECAY, _ALL_DECAY = -100.0, 200.0
 """Arguments of softplus that give a decay of exactly 1 and of 0, in float32 too."""
@@ -49,6 +52,13 @@ _STRONG_STEP = 16.0
 """Divisor of Mamba2's inputs where its step is 200."""
 _EXACT_DT = 32.0
 """Step of Mamba2 in exact data: softplus returns it unchanged."""
+_EXACT_RATE = 2.0**-36
+"""Rate of Mamba2 with ``exact_gates``: a step of 32 leaves a float32 state as it is, and one of 2^43 leaves nothing."""
+GATES: tuple[tuple[int, float], ...] = tuple(
+    (row, decay) for row in (127, 128, 63, 64, 96, 31, 32, 48, 15, 16, 24) for decay in (0.0, 0.5)
+)
+"""Rows with a decay of their own, and that decay, of ``exact_gates``: the last row of a chunk of 16 to 128, the first
+row of the next chunk, and a row in the middle of one. Heads have them in turn."""
 
 
 def shape_of(case: Fields) -> StateShape:
@@ -67,7 +77,7 @@ def layers(case: Fields) -> tuple[AttentionLayer, ...]:
 def state_layers(case: Fields) -> tuple[StateLayer, ...]:
     """``layers``. Layers have convolutions with a bias and without one, in turn."""
     case = case.instance_of or case
-    shape, heads, exact = shape_of(case), case.heads, case.data == UNIT_KEYS
+    shape, heads, exact = shape_of(case), case.heads, case.data in EXACT_DATA
     kind, dtype = heads.family, DTYPES[case.dtype]
     found = []
     for index in range(case.layers.count):
@@ -106,9 +116,9 @@ def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.
         return {"slope": torch.from_numpy(np.abs(slope)).float()}
     a_log = torch.from_numpy(np.log(rng.uniform(0.6, 1.4, heads))).float()
     if layer.kind == "mamba" and low == high == 1.0:
-        a_log = torch.full((heads,), -math.inf)
+        a_log = torch.full((heads,), math.log(_EXACT_RATE) if data == EXACT_GATES else -math.inf)
     bias = (heads, layer.k_dim) if layer.kind == "kda" else (heads,)
-    exact_dt = layer.kind == "mamba" and data == UNIT_KEYS
+    exact_dt = layer.kind == "mamba" and data in EXACT_DATA
     found = {"A_log": a_log, "dt_bias": torch.zeros(bias) if exact_dt else normals(bias, rng) * 0.5}
     if layer.kind == "mamba":
         found["D"] = torch.zeros(heads) if exact_dt else normals((heads,), rng)
@@ -182,6 +192,8 @@ class StateStepData(StepData):
     """True: the state after each row is stored and read again for the next row, as in decode steps."""
     asked_keys: torch.Tensor | None = None
     """[L, T, Hk, 2] int64, of exact data: the two channels that each row's query reads, of GDN and KDA."""
+    has_gates: bool = False
+    """True for exact data in which single rows have a decay of their own (``GATES``)."""
     mistake: ChunkMistake | None = None
     """Mistake of the backend whose answer is computed; None: the right answer."""
 
@@ -305,7 +317,7 @@ def _of_requests(case: Fields, step: Step, pattern: str) -> list[dict[str, torch
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
 def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StateStepData:
     """Draw a step's numbers. Each request has its own data, so that a part of a step has the data of the whole."""
-    case, exact = schedule.case, schedule.case.data == UNIT_KEYS
+    case, exact = schedule.case, schedule.case.data in EXACT_DATA
     whole = step.part_of[0] if step.part_of else step
     each = _of_requests(case, step, pattern or case.data)
     nobody = _of_request(case, case.data, 1, True, (0, 0, 0))
@@ -348,7 +360,7 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
         news=tuple(news), kept=kept, trees=trees, unit_keys=joined["keys"] if exact else None,
         asked_keys=joined["asked"] if exact else None, before=before, before_places=places,
-        before_rows=behind,
+        before_rows=behind, has_gates=case.data == EXACT_GATES,
         **memory,
     )  # fmt: skip
 
@@ -443,8 +455,13 @@ def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int,
     rng = np.random.default_rng([*seed, 0x57A7E])
     shape = shape_of(case)
     found = [
-        _exact(layer, new, rng) if data == UNIT_KEYS else _drawn(layer, data, new, rng) for layer in state_layers(case)
+        _exact(layer, new, rng) if data in EXACT_DATA else _drawn(layer, data, new, rng) for layer in state_layers(case)
     ]
+    if data == EXACT_GATES:
+        found = [
+            _with_gates(layer, one, seed[2] * len(found) + index)
+            for index, (layer, one) in enumerate(zip(state_layers(case), found, strict=True))
+        ]
     dtype = DTYPES[case.dtype]
     joined = {name: torch.stack([one[name] for one in found]) for name in found[0]}
     for name in ("mixed", "a", "b", "window"):
@@ -536,3 +553,42 @@ def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, t
         "mixed": mixed, "a": a, "b": torch.full((new, wide_b), 60.0), "state": torch.from_numpy(before),
         "window": window, "keys": torch.from_numpy(keys), "asked": torch.from_numpy(asked),
     }  # fmt: skip
+
+
+def gates_of(new: int) -> list[tuple[int, float]]:
+    """Entries of ``GATES`` for which a request of ``new`` rows has room; if there are none, decays of its first row."""
+    return [gate for gate in GATES if gate[0] < new] or [(0, decay) for _, decay in GATES[:2]]
+
+
+def _with_gates(layer: StateLayer, drawn: dict[str, torch.Tensor], turn: int) -> dict[str, torch.Tensor]:
+    """Exact data of a layer in which each head, or each channel of KDA, has one row with a decay of its own. ``turn``:
+    number of the request and layer, which say with which of the places the first head begins.
+    """
+    a, mixed = drawn["a"].clone(), drawn["mixed"].clone()
+    new, wide = a.shape
+    if not new:
+        return drawn
+    assert layer.A_log is not None
+    assert layer.dt_bias is not None
+    bias, each = layer.dt_bias.reshape(-1).double(), wide // layer.v_heads
+    rate = layer.A_log.double().exp().repeat_interleave(each)
+    gates = gates_of(new)
+    for column in range(wide):
+        row, decay = gates[(turn * layer.v_heads + column // each + column % each) % len(gates)]
+        a[row, column] = _gate(layer, decay, float(rate[column]), float(bias[column]))
+        if layer.kind == "mamba":
+            # The step is a factor of the input, too: it has to be 0.
+            mixed[row, column * layer.v_dim : (column + 1) * layer.v_dim] = 0.0
+    return {**drawn, "a": a, "mixed": mixed}
+
+
+def _gate(layer: StateLayer, decay: float, rate: float, bias: float) -> float:
+    """The element of ``a`` that gives a decay of 0 or 1/2; a layer with a lower bound, whose decay is never 0, gets a
+    half for both.
+    """
+    if layer.lower_bound is not None:
+        part = -math.log(0.5) / -layer.lower_bound
+        return math.log(part / (1 - part)) / rate - bias
+    if layer.kind == "mamba":
+        return (-math.log(0.5) if decay else _ALL_DECAY) / rate
+    return math.log(math.expm1(-math.log(decay) / rate)) - bias if decay else _ALL_DECAY

@@ -244,7 +244,7 @@ def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
     if layer.kind in ("gdn", "kda"):
         (q, q_off), (k, k_off) = _unit(q, q_off), _unit(k, k_off)
         q, q_off = q * layer.k_dim**-0.5, q_off * layer.k_dim**-0.5
-    decay, decay_off, beta = _gates(layer, index, data)
+    decay, decay_off, beta = gates_of_rows(layer, index, data)
     skip = torch.zeros(1, layer.v_heads, 1, dtype=torch.float64) if layer.D is None else layer.D.double().view(1, -1, 1)
     return _Inputs(q, k, v, q_off, k_off, v_off, decay, decay_off, beta, skip)
 
@@ -259,7 +259,9 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 20, x, torch.log1p(x.clamp(max=20).exp()))
 
 
-def _gates(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gates_of_rows(
+    layer: StateLayer, index: int, data: StateStepData
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Decay [T, Hv, 1 or K], its relative error [T, Hv, 1], and the factor of the stored update [T, Hv, 1]."""
     rows, heads = data.q.shape[1], layer.v_heads
     if layer.kind == "lightning":

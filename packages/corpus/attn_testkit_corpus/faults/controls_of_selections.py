@@ -8,6 +8,7 @@ from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
 
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
+from .s_wider_buffers import IndexerOfViews, SparseOfViews
 from .sparse import (
     GroupedSparse,
     PackedRowsParent,
@@ -23,6 +24,16 @@ from .sparse import (
 @control()
 class SparseByPositions(SparseParent):
     """Positions, with holes and empty rows: the parent of the faults of sparse attention."""
+
+
+@control()
+class SparseOfColumns(SparseOfViews):
+    """Selected keys that are columns of a buffer that the server keeps."""
+
+
+@control()
+class IndexerOfColumns(IndexerOfViews):
+    """Weights of an indexer that are columns of a buffer that the server keeps."""
 
 
 @control()

@@ -11,6 +11,9 @@ from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, Sta
 
 from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
+from .r_changing_modes import CommittedStatesKept
+from .r_gates import RoundedProductsParent
+from .r_states import StatesOfViews
 from .states import StateParent
 from .states_in_trees import TreesParent
 from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
@@ -19,6 +22,21 @@ from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 @control("states")
 class StatesAsTheyAre(StateParent):
     """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
+
+
+@control()
+class StatesOfRoundedProducts(RoundedProductsParent):
+    """Products whose factors may be rounded to the model's dtype, as chunked kernels declare them."""
+
+
+@control()
+class StatesKeptBehindCommits(CommittedStatesKept):
+    """A copy of committed states that the next verify reads, unless another step of the request came between."""
+
+
+@control()
+class StatesOfColumns(StatesOfViews):
+    """Slots that are the first column of a wider table, as block tables of vLLM."""
 
 
 @control()

@@ -9,6 +9,7 @@ import torch
 from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, StateInput, StateLayer
 
 from .catalogue import fault
+from .s_wider_buffers import as_contiguous
 from .states import StateParent
 
 
@@ -340,3 +341,23 @@ class StateNeverStored(StateParent):
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         if pool.dim() == 3:
             super().store(pool, rows, index)
+
+
+class StatesOfViews(StateParent):
+    """The parent on slots that are the first column of a wider table."""
+
+    capabilities = StateParent.capabilities.with_changes(server={"takes_column_views": True})
+
+
+@fault(
+    "general (the first column of a block table, read without its stride)",
+    "writes-own-state reads-own-state finite",
+    modes="decode extend",
+)
+class SlotsReadWithoutTheirStride(StatesOfViews):
+    """Slot i is element i of the memory in which the indices begin, although they are a column of a table."""
+
+    def slots(self, batch: ForwardBatch) -> torch.Tensor:
+        assert batch.state is not None
+        indices = as_contiguous(batch.state.indices)
+        return torch.where(indices < 0, 0, indices).long()

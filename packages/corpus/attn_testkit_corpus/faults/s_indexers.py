@@ -475,3 +475,18 @@ class IndexerBinOf4096(IndexerKeeps1024Ties):
         inside = bins == last
         kept = scores.masked_fill(inside & (inside.cumsum(1) > self.KEPT), -torch.inf)
         return IndexerParent.best(self, kept, lengths, topk)
+
+
+@fault(
+    "vLLM #52149; sglang #36807 (both of wide selections; here of a narrow one)",
+    _BEST,
+    "late ones of one bin",
+    modes="decode",
+)
+class IndexerBinOfNarrowSelections(IndexerBinOf4096):
+    """A top-k of 128 or less has its own kernel, whose bin of the threshold keeps its first 16,384 keys."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        eager={"decode"}, graph={"decode"}, sparse=Sparse(topk={128}, indexer=Indexer(heads={4}))
+    )
+    KEPT = 16_384
