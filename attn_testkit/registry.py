@@ -341,18 +341,18 @@ def capabilities_line(declared: Capabilities) -> str:
         word
         for word, supported in (
             ("window", declared.windows.modes),
-            ("soft cap", declared.logit_cap),
-            ("sinks", declared.sinks),
-            ("trees" if declared.max_topk > 1 else "chains", declared.max_topk),
+            ("soft cap", declared.options.logit_cap),
+            ("sinks", declared.options.sinks),
+            ("trees" if declared.bounds.max_topk > 1 else "chains", declared.bounds.max_topk),
         )
         if supported
     ]
     parts = [
         ", ".join(modes),
-        "/".join(sorted(declared.families)),
-        "/".join(sorted(declared.dtypes)) + (" fp8-kv" if "fp8_e4m3" in declared.kv_dtypes else ""),
-        "d" + "/".join(map(str, sorted(declared.head_dims))),
-        "page " + "/".join(map(str, sorted(declared.page_sizes))),
+        "/".join(sorted(declared.heads.families)),
+        "/".join(sorted(declared.precision.dtypes)) + (" fp8-kv" if "fp8_e4m3" in declared.kv_pool.kv_dtypes else ""),
+        "d" + "/".join(map(str, sorted(declared.heads.head_dims))),
+        "page " + "/".join(map(str, sorted(declared.kv_pool.page_sizes))),
         ", ".join(extras),
     ]
     return "; ".join(part for part in parts if part)

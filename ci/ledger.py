@@ -119,11 +119,11 @@ class Tally:
 
 def _cases(declared: Capabilities, length: int, dtypes: frozenset[str], pools: frozenset[str]) -> Iterator[Case]:
     """Decode cases of this many keys, in every one of these dtypes of the model and of the pool."""
-    whole = declared.with_changes(max_context_len=max(declared.max_context_len, length + 4096))
+    whole = declared.with_changes(bounds={"max_context_len": max(declared.bounds.max_context_len, length + 4096)})
     (first, *_) = [case for case in generate(whole, ForwardMode.DECODE, "core") if case.data == "plus_minus_one"]
     plain = first.of_requests((length - 1, *_BESIDE), layout="shuffled")
-    for dtype in sorted(declared.dtypes & dtypes):
-        for kv_dtype in sorted(declared.kv_dtypes & pools, reverse=True):
+    for dtype in sorted(declared.precision.dtypes & dtypes):
+        for kv_dtype in sorted(declared.kv_pool.kv_dtypes & pools, reverse=True):
             yield replace(plain, dtype=dtype, kv_dtype=kv_dtype)
 
 

@@ -42,17 +42,24 @@ from attn_testkit.contract import (
     AttentionBackend,
     AttentionLayer,
     BackendContext,
+    Bounds,
     Capabilities,
     CrossAttention,
     ForwardBatch,
+    HeadShapes,
     Indexer,
     IndexPool,
     KernelBackend,
     KernelPlan,
     KVGroup,
     KVPool,
+    KVPools,
+    LayerOptions,
     LegacyGraphHooks,
     LogSumExp,
+    Needs,
+    Precision,
+    Promises,
     Requires,
     ServerConventions,
     Snapshot,
@@ -179,7 +186,7 @@ def _code(text: str) -> str:
 
 
 def capabilities() -> str:
-    """Fields by group, then the records in them."""
+    """Entries, then the records in which they are declared."""
     presets = []
     for name, preset in (("SGLANG", SGLANG), ("VLLM", VLLM)):
         differs = {key: value for key, value in vars(preset).items() if value != getattr(ServerConventions(), key)}
@@ -195,18 +202,16 @@ def capabilities() -> str:
         SYMBOLS,
         "",
         *attribute_sections(Capabilities),
-        *(
-            line
-            for record in (Windows, Spans, CrossAttention, ServerConventions, LogSumExp, Sparse, Indexer, Requires)
-            for line in _record(record, presets)
-        ),
-        "## Earlier names",
-        "",
-        "Earlier versions had the fields of `windows` and `server` directly in `Capabilities`. Each raises an error "
-        "with its new spelling.",
-        "",
+        *(line for record in _RECORDS for line in _record(record, presets)),
     ]
     return _page("Capabilities", *lines)
+
+
+_RECORDS = (
+    HeadShapes, Precision, KVPools, Windows, LayerOptions, Spans, Sparse, Indexer, CrossAttention, Bounds,
+    ServerConventions, Promises, LogSumExp, Needs, Requires,
+)  # fmt: skip
+"""Records of capabilities, in the order of the entries. ``State`` is on the page of states."""
 
 
 def _record(record: type, presets: list[str]) -> list[str]:

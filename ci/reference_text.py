@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_GROUP = re.compile(r"^    # ((?:[A-Z][\w ]+?)\.)(?: (.*))?$")
 _RULE = re.compile(r"^=+(?: +=+)+$")
 
 
@@ -25,15 +24,13 @@ class Attribute:
     default: str
     """Source of the default; empty if there is none."""
     text: str
-    group: str = ""
-    group_text: str = ""
 
 
 def attributes(cls: type[Any]) -> list[Attribute]:
-    """Annotated attributes of a class in the order of its source; a comment ``# Name. Text`` begins a group."""
+    """Annotated attributes of a class in the order of its source."""
     source = textwrap.dedent(inspect.getsource(cls))
     (node,) = (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef))
-    lines, found = source.splitlines(), []
+    found = []
     for at, each in enumerate(node.body):
         if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name):
             continue
@@ -42,17 +39,8 @@ def attributes(cls: type[Any]) -> list[Attribute]:
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             text = inspect.cleandoc(str(following.value.value))
         default = ast.unparse(each.value) if each.value else ""
-        group, group_text = _group_before(lines, each.lineno)
-        found.append(Attribute(each.target.id, ast.unparse(each.annotation), _plain(default), text, group, group_text))
+        found.append(Attribute(each.target.id, ast.unparse(each.annotation), _plain(default), text))
     return found
-
-
-def _group_before(lines: list[str], lineno: int) -> tuple[str, str]:
-    for line in reversed(lines[: lineno - 1]):
-        match = _GROUP.match(line)
-        if match:
-            return match[1].rstrip("."), match[2] or ""
-    return "", ""
 
 
 def _plain(default: str) -> str:
@@ -146,15 +134,11 @@ def _table(rule: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def attribute_sections(cls: type[Any], level: int = 3, *, skip: tuple[str, ...] = ()) -> list[str]:
-    """A section for each attribute with its type, default and text; groups are headings above them."""
+    """A section for each attribute with its type, default and text."""
     lines: list[str] = []
-    group = ""
     for each in attributes(cls):
         if each.name in skip:
             continue
-        if each.group != group:
-            group = each.group
-            lines += [f"{'#' * (level - 1)} {group}", "", *([markdown(each.group_text), ""] if each.group_text else [])]
         default = f" Default: `{each.default}`." if each.default else " Required."
         shape = each.annotation.replace("torch.Tensor", "Tensor")
         lines += [f"{'#' * level} `{each.name}`", "", f"`{shape}`.{default}", ""]

@@ -158,7 +158,7 @@ def _capture_bucket(
     harness: ServerHarness, schedule: Schedule, static: StaticInputs, fill: int, bs: int, pool: Any, warm_ups: int
 ) -> Bucket:
     case, driver, backend = schedule.case, MODE_RUNNERS[schedule.case.mode], harness.backend
-    label, deterministic = f"bucket {bs}{mode_suffix(harness, schedule)}", harness.capabilities.deterministic
+    label, deterministic = f"bucket {bs}{mode_suffix(harness, schedule)}", harness.capabilities.promises.deterministic
     spec = driver.captured_spec(harness, static, bs, case.width)
     extends = driver.captured_extends(harness, static, bs, case.width, fill)
     batch = captured_batch(harness, static, case.mode, bs, case.width, spec, extends)

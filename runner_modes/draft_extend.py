@@ -32,7 +32,7 @@ def extend_fields(harness: ServerHarness, staged: StagedStep) -> Mapping[str, An
     requests = staged.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
     prefixes = torch.tensor([r.decoder_prefix for r in requests], dtype=torch.int32)
-    mirrors = harness.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs.cpu_seq_lens
     return {
         "extend_num_tokens": staged.step.tokens,
         "extend_seq_lens": lens,
@@ -50,7 +50,7 @@ def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
         num_correct_drafts=accepted - 1,
         num_accept_tokens=accepted,
         positions=staged.data.positions,
-        num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
+        num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs.cpu_seq_lens else None,
     )
 
 
@@ -66,7 +66,7 @@ def captured_width(harness: ServerHarness, width: int) -> int:
 
 def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:
     """Make ``spec_info`` of a bucket's dummy batch, for both draft-extends: every request has the full width."""
-    mirrors = harness.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs.cpu_seq_lens
     return DraftExtendInput(
         hidden_states=static["hidden_states"][: bs * width],
         num_correct_drafts=static["num_correct_drafts"][:bs],
@@ -97,7 +97,7 @@ def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, staged: Sta
 def _replay_spec(
     harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, width: int
 ) -> DraftExtendInput:
-    mirrors = harness.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs.cpu_seq_lens
     counts = accepted_counts(staged).tolist() + [0 if harness.pads_with_nothing else width] * (bs - staged.step.bs)
     return DraftExtendInput(
         hidden_states=static["hidden_states"][: staged.step.tokens],

@@ -25,7 +25,7 @@ def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
         num_correct_drafts=accepted - 1,
         num_accept_tokens=accepted,
         positions=staged.data.positions,
-        num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
+        num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs.cpu_seq_lens else None,
         num_tokens_per_req=n,
         extend_seq_lens_cpu=[n] * staged.step.bs,
         select_index=torch.arange(staged.step.bs) * n + accepted - 1,

@@ -96,7 +96,7 @@ def _ran(
         done_ahead = keep_device_busy(ahead is not None)
     with clock.phase("eager"), harness.memory.peak("eager"):
         declared = harness.capabilities
-        no_waits = not declared.needs_cpu_seq_lens and declared.server.eager_without_waits
+        no_waits = not declared.needs.cpu_seq_lens and declared.server.eager_without_waits
         looked_at(harness, "plan", label, no_waits, partial(harness.backend.init_forward_metadata, batch))
         if between is not None:
             between()

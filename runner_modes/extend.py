@@ -58,7 +58,7 @@ def _captured_extends(
     static.host["seq_lens"][:bs] = keys
     _share_out(static, lens)
     static.send()
-    mirrors = {"seq_lens_sum": sum(keys)} if harness.capabilities.needs_cpu_seq_lens else {}
+    mirrors = {"seq_lens_sum": sum(keys)} if harness.capabilities.needs.cpu_seq_lens else {}
     return {**_fields(static, bs, bs * width, lens, prefixes), **mirrors}
 
 

@@ -342,7 +342,7 @@ class ServerHarness:
             )
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
             due = tuple(each.due(data) for each in self.memories)
-        tails = self.case.kv_dtype in self.capabilities.finite_page_tails
+        tails = self.case.kv_dtype in self.capabilities.needs.finite_page_tails
         for each in self.memories:
             each.load(schedule, step, pattern, data, unowned=self.unowned, tails=tails)
         tables = self._tables_of(schedule, step)

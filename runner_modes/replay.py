@@ -55,7 +55,7 @@ def replay(
     ``at_once``: other work that runs at the same time.
 
     Raises ``RunError`` for whatever the backend raises, a host sync in its plan included unless it declares
-    ``needs_cpu_seq_lens``.
+    ``Needs.cpu_seq_lens``.
     """
     with graphs.harness.memory.step():
         return _observed(graphs, step, canaries, clock, options, between, at_once)
@@ -111,7 +111,7 @@ def _replayed(
         ahead = next_of(staged, options.pattern) if plans_ahead(staged) else None
         server_writes = table_writes(harness, staged)
         done_ahead = keep_device_busy(ahead is not None)
-    no_waits = not harness.capabilities.needs_cpu_seq_lens
+    no_waits = not harness.capabilities.needs.cpu_seq_lens
     with clock.phase("replay"):
         with harness.memory.plan():
             plan = partial(harness.backend.init_forward_metadata_out_graph, view)

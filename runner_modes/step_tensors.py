@@ -33,20 +33,20 @@ def _lens(harness: ServerHarness, staged: StagedStep) -> torch.Tensor:
 
 
 def _lens_on_host(harness: ServerHarness, staged: StagedStep) -> torch.Tensor | None:
-    return _lens(harness, staged) if harness.capabilities.needs_cpu_seq_lens else None
+    return _lens(harness, staged) if harness.capabilities.needs.cpu_seq_lens else None
 
 
 def _lens_on_host_in_graph(batch: GraphBatch) -> torch.Tensor | None:
-    return batch.buffers.seq_lens_cpu[: batch.requests] if batch.harness.capabilities.needs_cpu_seq_lens else None
+    return batch.buffers.seq_lens_cpu[: batch.requests] if batch.harness.capabilities.needs.cpu_seq_lens else None
 
 
 def _sum(harness: ServerHarness, staged: StagedStep) -> int | None:
-    return int(_lens(harness, staged).sum()) if harness.capabilities.needs_cpu_seq_lens else None
+    return int(_lens(harness, staged).sum()) if harness.capabilities.needs.cpu_seq_lens else None
 
 
 def _sum_in_graph(batch: GraphBatch) -> int | None:
     lens = batch.buffers.host["seq_lens"][: batch.bs]
-    return int(lens.sum()) if batch.harness.capabilities.needs_cpu_seq_lens else None
+    return int(lens.sum()) if batch.harness.capabilities.needs.cpu_seq_lens else None
 
 
 def _pool_rows(staged: StagedStep) -> list[int]:

@@ -37,7 +37,7 @@ def _verify_input(harness: ServerHarness, staged: StagedStep, mask: torch.Tensor
     """Make ``spec_info`` on the host, except for a mask that is on the device."""
     step, n = staged.step, staged.schedule.case.width
     links = np.array([tree.links for tree in _trees(staged)], dtype=np.int64).reshape(step.bs, 2, n)
-    mirrors = harness.capabilities.needs_cpu_seq_lens
+    mirrors = harness.capabilities.needs.cpu_seq_lens
     lens = torch.tensor(seq_lens_of(harness, ForwardMode.TARGET_VERIFY, staged), dtype=torch.int64)
     return VerifyInput(
         draft_token=torch.arange(step.tokens),

@@ -13,7 +13,20 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import BackendContext, Capabilities, ForwardBatch, ForwardMode, Requires, State, StateLayer
+from attn_testkit.contract import (
+    BackendContext,
+    Bounds,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    HeadShapes,
+    KVPools,
+    Needs,
+    Precision,
+    Requires,
+    State,
+    StateLayer,
+)
 
 from .torch_native_state import TorchNativeStateBackend
 from .vendor import provide, why_not_here
@@ -27,25 +40,28 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         eager={ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY},
         graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
-        max_q_rows=6,
-        max_topk=1,
-        families={"gdn"},
-        gqa_ratios={1, 2, 4},
-        head_dims={128},
+        bounds=Bounds(max_q_rows=6, max_topk=1),
+        heads=HeadShapes(families={"gdn"}, gqa_ratios={1, 2, 4}, head_dims={128}),
         # Outputs are bf16, whatever q is.
-        dtypes={"bf16"},
-        page_sizes={16},
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={16}),
         # A request whose index is -1 is skipped. Prefill has no flag: the server zeroes slots, as SGLang's does.
         state=State(
-            k_dims={128}, dtypes={"fp32"}, conv_widths={4}, padding={"skip_minus_one", "skip_zero"}, fresh={"zeroed"},
-            rollback={"commit", "slots"}, products="model",
+            k_dims={128},
+            dtypes={"fp32"},
+            conv_widths={4},
+            padding={"skip_minus_one", "skip_zero"},
+            fresh={"zeroed"},
+            rollback={"commit", "slots"},
+            products="model",
         ),
-        needs_cpu_seq_lens=False,
+        needs=Needs(cpu_seq_lens=False),
         requires=Requires(
-            sm=((90, 90), (100, 103), (120, 121)), packages=("flashinfer-python>=0.7.2,<0.8",),
+            sm=((90, 90), (100, 103), (120, 121)),
+            packages=("flashinfer-python>=0.7.2,<0.8",),
             compilers=("nvidia-cutlass-dsl>=4.6.2",),
         ),
-    )  # fmt: skip
+    )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -13,11 +13,17 @@ from attn_testkit.contract import (
     AttentionBackend,
     AttentionLayer,
     BackendContext,
+    Bounds,
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
+    KVPools,
     KVSplit,
     LogSumExp,
+    Needs,
+    Precision,
+    Promises,
     Requires,
     ServerConventions,
 )
@@ -43,18 +49,18 @@ class FlashInferMLABackend(AttentionBackend):
     capabilities = Capabilities(
         eager=_MODES,
         graph=_MODES,
-        families=frozenset({"mla"}),
-        dtypes=frozenset({"fp16", "bf16"}),
-        head_dims=frozenset({128, 512}),
-        mla_rope_dims=frozenset({64}),
-        page_sizes=frozenset({1, 16, 32, 64}),
-        # Heads and query rows share a tile of 64: the planner refuses tiles that end inside a row.
-        gqa_ratios=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
-        max_q_rows=16,
-        max_topk=1,
-        max_draft_branches=16,
-        deterministic=True,
-        needs_cpu_seq_lens=True,
+        heads=HeadShapes(
+            families=frozenset({"mla"}),
+            head_dims=frozenset({128, 512}),
+            mla_rope_dims=frozenset({64}),
+            # Heads and query rows share a tile of 64: the planner refuses tiles that end inside a row.
+            gqa_ratios=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
+        ),
+        precision=Precision(dtypes=frozenset({"fp16", "bf16"})),
+        kv_pool=KVPools(page_sizes=frozenset({1, 16, 32, 64})),
+        bounds=Bounds(max_q_rows=16, max_topk=1, max_draft_branches=16),
+        promises=Promises(deterministic=True),
+        needs=Needs(cpu_seq_lens=True),
         server=ServerConventions(takes_none_kv=True, takes_bare_chains=True, takes_unset_width=True),
         # Several rows are causal over the last keys, which those of a rank are not.
         lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_SPLITS, pages=_DECODE, tokens=_DECODE, merges=True),
@@ -245,5 +251,5 @@ class FlashInferMLAFP8Backend(FlashInferMLAFA3Backend):
     """Latent attention on e4m3 rows with bf16 queries, which exist only on SM90 and at a latent width of 512."""
 
     capabilities = FlashInferMLAFA3Backend.capabilities.with_changes(
-        dtypes={"bf16"}, kv_dtypes={"fp8_e4m3"}, head_dims={512}
+        precision={"dtypes": {"bf16"}}, kv_pool={"kv_dtypes": {"fp8_e4m3"}}, heads={"head_dims": {512}}
     )

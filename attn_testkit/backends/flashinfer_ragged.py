@@ -29,12 +29,10 @@ class FlashInferRaggedBackend(FlashInferBackend):
         eager=_MODES,
         # Servers run prefill between the pieces of a graph.
         graph=frozenset(),
-        max_draft_branches=1,
+        bounds={"max_draft_branches": 1, "max_q_rows": 1, "max_topk": 0},
         windows=_MODES,
-        non_causal=_MODES,
-        new_rows_as_given=_MODES,
-        max_q_rows=1,
-        max_topk=0,
+        options={"non_causal": _MODES},
+        precision={"new_rows_as_given": _MODES},
         server={"takes_bare_chains": False, "takes_unset_width": False},
         lse=LogSumExp(base="2", whole=_MODES, merges=True),
     )

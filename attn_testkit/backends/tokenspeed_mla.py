@@ -27,7 +27,7 @@ class TokenspeedMLABackend(TRTLLMMLABackend):
 
     not_here = why_not_here(DECODE)
     capabilities: ClassVar[Capabilities] = TRTLLMMLABackend.capabilities.with_changes(
-        kv_dtypes=frozenset({"fp8_e4m3"}),
+        kv_pool={"kv_dtypes": frozenset({"fp8_e4m3"})},
         requires=Requires(
             sm=((100, 100), (103, 103)),
             packages=("tokenspeed-mla>=2.0.4,<3", "nvidia-cutlass-dsl>=4.8"),

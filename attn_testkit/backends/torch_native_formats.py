@@ -14,12 +14,14 @@ class TorchNativeFormatsBackend(TorchNativeBackend):
     """Rows are gathered as bytes and unpacked. ``KVPool.set_kv_buffer`` quantizes them."""
 
     capabilities = TorchNativeBackend.capabilities.with_changes(
-        families={"mha", "gqa", "mqa"},
-        mla_rope_dims=frozenset(),
-        dtypes={"bf16"},
-        kv_dtypes={"same", *ROW_FORMATS} - LATENT_FORMATS,
-        heads_by_layer=False,
-        gqa_ratios={1, 2, 4, 8, 16},
+        heads={
+            "families": {"mha", "gqa", "mqa"},
+            "mla_rope_dims": frozenset(),
+            "heads_by_layer": False,
+            "gqa_ratios": {1, 2, 4, 8, 16},
+        },
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same", *ROW_FORMATS} - LATENT_FORMATS},
         server={"takes_unused_scales": True},
     )
 

@@ -8,12 +8,19 @@ from ..contract import (
     INDEX_PAGE,
     LATENT_FORMATS,
     AttentionLayer,
+    Bounds,
     Capabilities,
     ForwardMode,
+    HeadShapes,
     Indexer,
     KernelBackend,
     KernelPlan,
+    KVPools,
+    LayerOptions,
     LogSumExp,
+    Needs,
+    Precision,
+    Promises,
     ServerConventions,
     Sparse,
 )
@@ -28,14 +35,15 @@ class TorchNativeSparseBackend(KernelBackend):
     capabilities = Capabilities(
         eager=frozenset(ForwardMode),
         graph=frozenset(ForwardMode),
-        families={"mha", "gqa", "mqa", "mla"},
-        gqa_ratios=set(range(1, 129)),
-        head_dims={32, 64, 128, 512},
-        mla_rope_dims={32, 64},
-        dtypes={"fp16", "bf16", "fp32"},
-        kv_dtypes={"same", "fp8_e4m3"},
-        page_sizes={1, 16, 64},
-        sinks=True,
+        heads=HeadShapes(
+            families={"mha", "gqa", "mqa", "mla"},
+            gqa_ratios=set(range(1, 129)),
+            head_dims={32, 64, 128, 512},
+            mla_rope_dims={32, 64},
+        ),
+        precision=Precision(dtypes={"fp16", "bf16", "fp32"}),
+        kv_pool=KVPools(kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 16, 64}),
+        options=LayerOptions(sinks=True),
         sparse=Sparse(
             topk={1, 16, 64, 2048},
             holes=True,
@@ -51,11 +59,9 @@ class TorchNativeSparseBackend(KernelBackend):
             context_len={"all", "prefix"},
         ),
         lse=LogSumExp("e", whole=frozenset(ForwardMode)),
-        max_q_rows=16,
-        max_topk=1,
-        max_draft_branches=4,
-        needs_cpu_seq_lens=False,
-        deterministic=True,
+        bounds=Bounds(max_q_rows=16, max_topk=1, max_draft_branches=4),
+        needs=Needs(cpu_seq_lens=False),
+        promises=Promises(deterministic=True),
     )
 
     def request_of_row(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
@@ -218,7 +224,9 @@ class TorchNativeSparsePackedBackend(TorchNativeSparseBackend):
     """The pool holds packed rows of FP8 numbers, scales and an unscaled rope part: 656 bytes for DeepSeek V3.2."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        families={"mla"}, head_dims={128, 512}, mla_rope_dims={64}, dtypes={"bf16"}, kv_dtypes=LATENT_FORMATS
+        heads={"families": {"mla"}, "head_dims": {128, 512}, "mla_rope_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": LATENT_FORMATS},
     )
 
     def read(
@@ -236,8 +244,7 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
 
     block = 16
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        families={"mha", "gqa", "mqa"},
-        mla_rope_dims=set(),
+        heads={"families": {"mha", "gqa", "mqa"}, "mla_rope_dims": set()},
         sparse=Sparse(topk={1, 4, 16}, block=block, holes=True, fewer_rows=True, any_padding=True),
         lse=LogSumExp("e", whole=frozenset(ForwardMode)),
     )

@@ -10,9 +10,15 @@ from typing_extensions import override
 
 from ..contract import (
     BackendContext,
+    Bounds,
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
+    KVPools,
+    Needs,
+    Precision,
+    Promises,
     ServerConventions,
     State,
     StateBackend,
@@ -33,23 +39,27 @@ class TorchNativeStateBackend(StateBackend):
     capabilities = Capabilities(
         eager=_MODES,
         graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
-        max_q_rows=8,
-        max_topk=3,
-        families={"gdn", "kda", "mamba", "lightning"},
-        gqa_ratios={1, 2, 4},
-        head_dims={32, 64, 128},
-        dtypes={"bf16", "fp16", "fp32"},
-        page_sizes={16},
+        bounds=Bounds(max_q_rows=8, max_topk=3),
+        heads=HeadShapes(families={"gdn", "kda", "mamba", "lightning"}, gqa_ratios={1, 2, 4}, head_dims={32, 64, 128}),
+        precision=Precision(dtypes={"bf16", "fp16", "fp32"}),
+        kv_pool=KVPools(page_sizes={16}),
         state=State(
-            k_dims={32, 64, 128}, dtypes=frozenset(STATE_DTYPES), conv_widths={1, 2, 4}, orders=frozenset(ORDERS),
-            padding=frozenset(PADDED_STATES), fresh=frozenset(FRESH), strided=True,
-            rollback=frozenset(ROLLBACKS), snapshots={16, 64}, trees={"gdn", "kda"},
+            k_dims={32, 64, 128},
+            dtypes=frozenset(STATE_DTYPES),
+            conv_widths={1, 2, 4},
+            orders=frozenset(ORDERS),
+            padding=frozenset(PADDED_STATES),
+            fresh=frozenset(FRESH),
+            strided=True,
+            rollback=frozenset(ROLLBACKS),
+            snapshots={16, 64},
+            trees={"gdn", "kda"},
             continues=frozenset(CONTINUES),
         ),
-        needs_cpu_seq_lens=False,
+        needs=Needs(cpu_seq_lens=False),
         server=ServerConventions(takes_requests_without_rows=True, takes_column_views=True),
-        deterministic=True,
-    )  # fmt: skip
+        promises=Promises(deterministic=True),
+    )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -17,9 +17,15 @@ from typing_extensions import override
 
 from attn_testkit.contract import (
     BackendContext,
+    Bounds,
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
+    KVPools,
+    Needs,
+    Precision,
+    Promises,
     Requires,
     ServerConventions,
     State,
@@ -163,24 +169,25 @@ class TritonStateBackend(StateBackend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         eager={ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY},
         graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
-        max_q_rows=8,
-        max_topk=1,
-        families={"gdn"},
-        gqa_ratios={1, 2, 4},
-        head_dims={64, 96, 128},
-        dtypes={"bf16", "fp16"},
-        page_sizes={16},
+        bounds=Bounds(max_q_rows=8, max_topk=1),
+        heads=HeadShapes(families={"gdn"}, gqa_ratios={1, 2, 4}, head_dims={64, 96, 128}),
+        precision=Precision(dtypes={"bf16", "fp16"}),
+        kv_pool=KVPools(page_sizes={16}),
         state=State(
-            k_dims={64, 128}, dtypes={"fp32", "bf16", "fp16"}, conv_widths={2, 4}, orders={"vk", "kv"},
-            padding={"skip_minus_one", "skip_zero", "write_zero"}, fresh={"flag", "zeroed"}, strided=True,
+            k_dims={64, 128},
+            dtypes={"fp32", "bf16", "fp16"},
+            conv_widths={2, 4},
+            orders={"vk", "kv"},
+            padding={"skip_minus_one", "skip_zero", "write_zero"},
+            fresh={"flag", "zeroed"},
+            strided=True,
             snapshots={16, 64},
         ),
-        needs_cpu_seq_lens=False,
+        needs=Needs(cpu_seq_lens=False),
         server=ServerConventions(takes_requests_without_rows=True),
-        deterministic=True,
-        batch_invariant=True,
+        promises=Promises(deterministic=True, batch_invariant=True),
         requires=Requires(packages=("triton",)),
-    )  # fmt: skip
+    )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -18,12 +18,18 @@ from attn_testkit.contract import (
     AttentionBackend,
     AttentionLayer,
     BackendContext,
+    Bounds,
     Capabilities,
     DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
     KVGroup,
+    KVPools,
+    LayerOptions,
+    Needs,
+    Precision,
     Requires,
     ServerConventions,
     TreeMaskMode,
@@ -77,30 +83,31 @@ class TRTLLMMHABackend(AttentionBackend):
         eager=frozenset(ForwardMode),
         # Servers run the prefill kernel between the pieces of a graph, never inside one.
         graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
-        families=frozenset({"mha", "gqa", "mqa"}),
-        dtypes=frozenset({"fp16", "bf16"}),
-        kv_dtypes=frozenset({"same", "fp8_e4m3"}),
-        matmul_dtype="fp8_e4m3",
         # XQA is compiled for each combination of dtypes, width, page size, ratio, window and number of query rows, so
         # these are the ones that are tried, not all that there are. 128-slot pages have conditions on trtllm-gen.
-        head_dims=frozenset({64, 128}),
-        page_sizes=frozenset({16, 64}),
-        kv_layouts=frozenset({"nhd", "hnd"}),
-        gqa_ratios=frozenset({1, 4, 8}),
-        max_q_rows=32,
-        max_topk=1,  # the mask of XQA is for chains, and trtllm-gen has none
-        max_draft_branches=16,
+        heads=HeadShapes(
+            families=frozenset({"mha", "gqa", "mqa"}),
+            head_dims=frozenset({64, 128}),
+            gqa_ratios=frozenset({1, 4, 8}),
+            heads_by_layer=True,
+        ),
+        precision=Precision(dtypes=frozenset({"fp16", "bf16"}), matmul_dtype="fp8_e4m3"),
+        kv_pool=KVPools(
+            kv_dtypes=frozenset({"same", "fp8_e4m3"}),
+            page_sizes=frozenset({16, 64}),
+            kv_layouts=frozenset({"nhd", "hnd"}),
+            kv_groups=True,
+        ),
+        # The mask of XQA is for chains, and trtllm-gen has none.
+        bounds=Bounds(max_q_rows=32, max_topk=1, max_draft_branches=16),
         windows=Windows(frozenset(ForwardMode)),
-        sinks=True,
-        needs_cpu_seq_lens=False,
+        options=LayerOptions(sinks=True),
+        # XQA on an H200 (flashinfer 0.7.2): an FP8 NaN in an unused slot of the last page makes the whole row NaN in
+        # decode; bf16 and fp16 NaN there change nothing.
+        needs=Needs(cpu_seq_lens=False, finite_page_tails=frozenset({"fp8_e4m3"})),
         server=ServerConventions(
             takes_none_kv=True, takes_bare_chains=True, takes_strided_heads=True, takes_unset_width=True
         ),
-        # XQA on an H200 (flashinfer 0.7.2): an FP8 NaN in an unused slot of the last page makes the whole row NaN in
-        # decode; bf16 and fp16 NaN there change nothing.
-        finite_page_tails=frozenset({"fp8_e4m3"}),
-        kv_groups=True,
-        heads_by_layer=True,
         requires=Requires(sm=((90, 90), (100, 103), (120, 121)), packages=_PACKAGES),
         mode_requires=dict.fromkeys(
             _CONTEXT_MODES,

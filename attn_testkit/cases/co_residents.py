@@ -22,10 +22,10 @@ _MOST_DIM = 128
 
 def many_heads(declared: Capabilities, like: Heads, most: int) -> Heads:
     """``most`` query heads, or the nearest declared number; MLA for MLA, and another layout otherwise."""
-    groups = [group for group in declared.gqa_ratios if 1 < group <= most]
+    groups = [group for group in declared.heads.gqa_ratios if 1 < group <= most]
     if like.layout.values_in_keys:
         return replace(like, q_heads=max(groups, default=like.q_heads))
-    if "gqa" in declared.families and groups:
+    if "gqa" in declared.heads.families and groups:
         group = max([group for group in groups if group <= MOST_USUAL_RATIO] or [min(groups)])
         return Heads("gqa", most // group * group, most // group)
     if as_many(declared):
@@ -43,12 +43,12 @@ def with_other_heads(declared: Capabilities, case: Case) -> Case:
     dims = (
         []
         if case.heads.layout.values_in_keys
-        else [dim for dim in declared.head_dims if case.head_dim < dim <= _MOST_DIM]
+        else [dim for dim in declared.heads.head_dims if case.head_dim < dim <= _MOST_DIM]
     )
     return case.with_changes(
         heads=others[len(others) // 2] if others else case.heads,
         head_dim=min(dims, default=case.head_dim),
-        dtype=max(declared.dtypes - {"fp32"}, default=case.dtype),
+        dtype=max(declared.precision.dtypes - {"fp32"}, default=case.dtype),
     )
 
 
@@ -109,8 +109,8 @@ def _prompts_with_states(case: Case, most: int) -> Extend:
 
 def declared_co_residents(declared: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
     """``co_residents`` of these modes, within the declared limits."""
-    max_topk = declared.max_topk if declared.windows.in_trees or case.window < 0 else 1
-    most = (declared.max_q_rows, max_topk, declared.max_extend_tokens, declared.max_draft_branches)
+    max_topk = declared.bounds.max_topk if declared.windows.in_trees or case.window < 0 else 1
+    most = (declared.bounds.max_q_rows, max_topk, declared.bounds.max_extend_tokens, declared.bounds.max_draft_branches)
     return [nearest_declared(declared, each) for each in co_residents(case, modes, *most)]
 
 
@@ -122,7 +122,7 @@ def co_resident_of(declared: Capabilities, case: Case) -> Case:
     own = case.heads
     layouts = [heads for heads in typical_heads(declared) if alike(heads, own)]
     heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
-    pages = sorted(declared.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
+    pages = sorted(declared.kv_pool.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
     width = case.draft_width // 2
     rows = with_draft_width(case.rows, width) if width >= MIN_DRAFT_WIDTH and case.topk <= 1 else case.rows
     return nearest_declared(declared, case.with_changes(heads=heads, page_size=pages[0], rows=rows))

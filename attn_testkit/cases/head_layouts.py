@@ -9,7 +9,7 @@ from .fields import Heads
 
 def declared_layouts(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts, the simplest first."""
-    return [layout for name, layout in HEAD_LAYOUTS.items() if name in declared.families]
+    return [layout for name, layout in HEAD_LAYOUTS.items() if name in declared.heads.families]
 
 
 def per_head(declared: Capabilities) -> list[HeadLayout]:
@@ -26,7 +26,7 @@ def state_heads(declared: Capabilities) -> list[Heads]:
     """Heads of declared layers that keep a state: two key heads with one value head each, then with more."""
     found = []
     for layout in declared_layouts(declared):
-        ratios = [1] if layout.kv_heads == "as many" else sorted(declared.gqa_ratios)[:3]
+        ratios = [1] if layout.kv_heads == "as many" else sorted(declared.heads.gqa_ratios)[:3]
         found += [Heads(layout.name, 2 * ratio, 2) for ratio in ratios if layout.has_state]
     return found
 

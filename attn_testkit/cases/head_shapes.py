@@ -98,7 +98,7 @@ def declared_shapes(declared: Capabilities) -> list[tuple[HeadShape, HeadShape]]
     head dim, like windowed and full layers. In later pairs the first layer has less of everything, like a draft's
     layers.
     """
-    dims = sorted(declared.head_dims)
+    dims = sorted(declared.heads.head_dims)
     narrow, wide = dims[0], dims[min(1, len(dims) - 1)]
     # If one has the fewest query heads per KV head, and the most of both, the case has its heads.
     pairs = [
@@ -123,10 +123,12 @@ def _ratio(heads: _Heads) -> int:
 
 def _heads(declared: Capabilities) -> list[_Heads]:
     """Declared head layouts with few KV heads."""
-    found = [(kv, kv) for kv in _KV_HEADS if "mha" in declared.families]
-    groups = sorted(declared.gqa_ratios - {1})[:3]
+    found = [(kv, kv) for kv in _KV_HEADS if "mha" in declared.heads.families]
+    groups = sorted(declared.heads.gqa_ratios - {1})[:3]
     family = {1: "mqa"}
-    return found + [(g * kv, kv) for g in groups for kv in _KV_HEADS if family.get(kv, "gqa") in declared.families]
+    return found + [
+        (g * kv, kv) for g in groups for kv in _KV_HEADS if family.get(kv, "gqa") in declared.heads.families
+    ]
 
 
 def _cheapest(pairs: Iterable[tuple[_Heads, _Heads]]) -> list[tuple[_Heads, _Heads]]:

@@ -166,7 +166,7 @@ class Array:
         plain = self._case(base)
         things = frozenset[Any](each for each, trait in TRAITS.items() if case and trait.has(case))
         things -= {each for each, trait in TRAITS.items() if plain and trait.has(plain)}
-        if name in _KINDS or (name in _SHAPES and self.declared.kv_dtypes & ROW_FORMATS.keys()):
+        if name in _KINDS or (name in _SHAPES and self.declared.kv_pool.kv_dtypes & ROW_FORMATS.keys()):
             return row, things | {(name, value.family if name == "heads" else value)}
         brings = value != self.columns[name][0] and (things or name in _FURTHER or name == "varied")
         return row, things | {name} if brings else things

@@ -56,7 +56,7 @@ def cases_for_uncovered(
                 continue
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
             cheap = not tried or _work(changed) <= most
-            supported = cheap and changed.heads.family in declared.families
+            supported = cheap and changed.heads.family in declared.heads.families
             if not supported or not _tries(declared, changed, (name, value)):
                 continue
             if not all(_tries(declared, changed, each) for each in tried):
@@ -102,16 +102,16 @@ def _work(case: Case) -> int:
 
 def two_request_case(declared: Capabilities, mode: ForwardMode) -> Case:
     """Base of the small cases: two requests with the cheapest values that are declared."""
-    page = min(declared.page_sizes)
+    page = min(declared.kv_pool.page_sizes)
     only_latent = not per_head(declared)
-    rows, topk = min(4, most_rows(declared, mode)), min(2, declared.max_topk)
+    rows, topk = min(4, most_rows(declared, mode)), min(2, declared.bounds.max_topk)
     return Case(
         rows=rows_of_two(mode, rows, topk),
         heads=fewest_latent_heads(declared) if only_latent else other_heads(declared),
-        head_dim=min(declared.head_dims),
-        rope_dim=min(declared.mla_rope_dims) if only_latent else 0,
-        dtype=min(declared.dtypes),
-        kv_dtype=max(declared.kv_dtypes),
+        head_dim=min(declared.heads.head_dims),
+        rope_dim=min(declared.heads.mla_rope_dims) if only_latent else 0,
+        dtype=min(declared.precision.dtypes),
+        kv_dtype=max(declared.kv_pool.kv_dtypes),
         page_size=page,
         prefixes=lens_beyond_a_page(page),
         bucket=2,

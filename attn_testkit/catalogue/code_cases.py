@@ -31,9 +31,9 @@ value."""
 
 def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Cases derived from ``small``, a case with few heads and rows."""
-    dtype = min(declared.dtypes)  # bf16 first, whose rounding is coarsest
-    page = nearest(declared.page_sizes, _PAGE)
-    dim = max((dim for dim in declared.head_dims if dim <= _DIM), default=small.head_dim)
+    dtype = min(declared.precision.dtypes)  # bf16 first, whose rounding is coarsest
+    page = nearest(declared.kv_pool.page_sizes, _PAGE)
+    dim = max((dim for dim in declared.heads.head_dims if dim <= _DIM), default=small.head_dim)
     minimal = small.with_changes(data=CODES, dtype=dtype, page_size=page)
     if not small.heads.layout.values_in_keys:
         minimal = minimal.with_changes(head_dim=dim)
@@ -46,12 +46,12 @@ def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]
     if small.mode is ForwardMode.DECODE:
         yield from _of_other_pages(declared, minimal)
     yield with_options(declared, _of(minimal, _OPTIONS_LENS), _WINDOW).with_changes(
-        dtype=max(declared.dtypes - {"fp32"}, default=dtype),
-        kv_dtype=min(declared.kv_dtypes),
+        dtype=max(declared.precision.dtypes - {"fp32"}, default=dtype),
+        kv_dtype=min(declared.kv_pool.kv_dtypes),
     )
     if longest := _LONGEST_OF_MLA.get(small.mode) if wide else _LONGEST:
         # Fewer channels: codes of 64 tell one key of 66,000 as well as codes of 128, at half the time.
-        dim = small.head_dim if wide else nearest(declared.head_dims, _FEW_CHANNELS)
+        dim = small.head_dim if wide else nearest(declared.heads.head_dims, _FEW_CHANNELS)
         yield minimal.with_changes(head_dim=dim).of_requests(longest)
     if tier == "full":
         yield from [_of(minimal, _LENS)] * wide
@@ -63,7 +63,7 @@ def _of_other_pages(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     256 lost the keys from 4,096 on, except the keys of the last page (flashinfer #4347).
     """
     far = _MLA_LENS[0] if minimal.heads.layout.wide_rows else _LENS[0]
-    for page in some_of(declared.page_sizes - {minimal.page_size}, _MOST_PAGES):
+    for page in some_of(declared.kv_pool.page_sizes - {minimal.page_size}, _MOST_PAGES):
         yield _of(minimal.with_changes(page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
 
 

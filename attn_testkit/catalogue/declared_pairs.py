@@ -34,17 +34,17 @@ def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """
     if small.mode in _FAR_MODES & declared.windows.modes and not small.heads.layout.wide_rows:
         yield small.of_requests(_FAR, data="one_hot", window=_NARROW)
-    page = nearest(declared.page_sizes, _PAGE)
+    page = nearest(declared.kv_pool.page_sizes, _PAGE)
     one = small.with_changes(page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
     yield from _groups_in_fp8(declared, one)
     if small.mode is not ForwardMode.DECODE:
         return
     yield from _groups_with_options(declared, one)
     yield from _dims_with_splits(declared, one)  # sparkinfer #330
-    if declared.deterministic and "fp32" not in declared.dtypes:
+    if declared.promises.deterministic and "fp32" not in declared.precision.dtypes:
         heads = many_heads(declared, small.heads, _MANY_HEADS)
-        dim = small.head_dim if small.heads.layout.values_in_keys else nearest(declared.head_dims, _USUAL_DIM)
-        dtype = "fp16" if "fp16" in declared.dtypes else "bf16"
+        dim = small.head_dim if small.heads.layout.values_in_keys else nearest(declared.heads.head_dims, _USUAL_DIM)
+        dtype = "fp16" if "fp16" in declared.precision.dtypes else "bf16"
         yield one.with_changes(heads=heads, head_dim=dim, dtype=dtype, prefixes=_NOISY, bucket=len(_NOISY))
 
 
@@ -55,12 +55,12 @@ def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
     """
     groups: list[tuple[Heads, int]] = []
     if latent(declared) and one.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-        rope = one.rope_dim or min(declared.mla_rope_dims)
-        groups += [(latent_heads(declared, count), rope) for count in _MLA_HEADS if count in declared.gqa_ratios]
-    if "gqa" in declared.families and one.mode is ForwardMode.DECODE:
+        rope = one.rope_dim or min(declared.heads.mla_rope_dims)
+        groups += [(latent_heads(declared, count), rope) for count in _MLA_HEADS if count in declared.heads.gqa_ratios]
+    if "gqa" in declared.heads.families and one.mode is ForwardMode.DECODE:
         paged = set() if one.heads.layout.values_in_keys else groups_of_pages(declared)
-        groups += [(Heads("gqa", 2 * group, 2), 0) for group in _GROUPS if group in declared.gqa_ratios - paged]
-    narrow = sorted(declared.kv_dtypes - {"same"})
+        groups += [(Heads("gqa", 2 * group, 2), 0) for group in _GROUPS if group in declared.heads.gqa_ratios - paged]
+    narrow = sorted(declared.kv_pool.kv_dtypes - {"same"})
     for turn, (heads, rope) in enumerate(groups if narrow else ()):
         kv_dtype = narrow[turn % len(narrow)]
         yield one.with_changes(heads=heads, rope_dim=rope, kv_dtype=kv_dtype, prefixes=_LENS, bucket=len(_LENS))
@@ -69,10 +69,14 @@ def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
 def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
     """Each group with all options, because a kernel is chosen by its group: one kernel had sinks only for the first 16
     heads."""
-    if not (declared.sinks or declared.logit_cap) or one.heads.layout.values_in_keys or "gqa" not in declared.families:
+    if (
+        not (declared.options.sinks or declared.options.logit_cap)
+        or one.heads.layout.values_in_keys
+        or "gqa" not in declared.heads.families
+    ):
         return
-    usual = [group for group in _GROUPS if group in declared.gqa_ratios]
-    for group in sorted({*usual, max(declared.gqa_ratios, default=1)} - {1}):
+    usual = [group for group in _GROUPS if group in declared.heads.gqa_ratios]
+    for group in sorted({*usual, max(declared.heads.gqa_ratios, default=1)} - {1}):
         yield with_options(declared, one, _WINDOW).with_changes(
             layers=Layers(),
             heads=Heads("gqa", 2 * group, 2),
@@ -86,8 +90,8 @@ def _dims_with_splits(declared: Capabilities, one: Case) -> Iterator[Case]:
     strides of both."""
     grouped = [heads for heads in typical_heads(declared) if heads.family == "gqa"]
     heads = one.heads if one.heads.layout.values_in_keys or not grouped else grouped[0]
-    for dim in some_of(declared.head_dims, _MOST_DIMS):
-        for kv_dtype in sorted(declared.kv_dtypes):
+    for dim in some_of(declared.heads.head_dims, _MOST_DIMS):
+        for kv_dtype in sorted(declared.kv_pool.kv_dtypes):
             yield one.with_changes(
                 heads=heads,
                 head_dim=dim,

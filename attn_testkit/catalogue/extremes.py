@@ -26,21 +26,25 @@ def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     one = small.of_requests((_MANY_KEYS,))
     two = (small.page_size + 1, 2 * small.page_size)
     fp8 = small.of_requests(two, kv_dtype="fp8_e4m3")
-    if "fp8_e4m3" in declared.kv_dtypes:
+    if "fp8_e4m3" in declared.kv_pool.kv_dtypes:
         yield fp8.with_changes(data="saturated")
-    if "fp16" in declared.dtypes and "same" in declared.kv_dtypes:
+    if "fp16" in declared.precision.dtypes and "same" in declared.kv_pool.kv_dtypes:
         yield one.with_changes(dtype="fp16", kv_dtype="same", data="large_and_small_values")
-    if "bf16" in declared.dtypes and "same" in declared.kv_dtypes and small.mode is ForwardMode.DECODE:
+    if (
+        "bf16" in declared.precision.dtypes
+        and "same" in declared.kv_pool.kv_dtypes
+        and small.mode is ForwardMode.DECODE
+    ):
         yield one.with_changes(dtype="bf16", kv_dtype="same", prefixes=(_MANY_PARTS,), data="large_and_small_values")
-    if "fp8_e4m3" in declared.kv_dtypes:
+    if "fp8_e4m3" in declared.kv_pool.kv_dtypes:
         yield fp8.with_changes(data="large_queries")
-        if declared.q_scale != "none":
+        if declared.precision.q_scale != "none":
             # Each step draws which rows are large: of three requests two are alike, where each has its own scale.
             lengths = (small.page_size + 16, 2 * small.page_size + 2, 5)
             three = fp8.of_requests(lengths, padded=1)
             yield three.with_changes(data="large_and_small_queries")
     for dtype, data in (("fp16", "fp16_overflow"), ("bf16", "beyond_fp16")):
-        if dtype in declared.dtypes and "same" in declared.kv_dtypes:
+        if dtype in declared.precision.dtypes and "same" in declared.kv_pool.kv_dtypes:
             yield fp8.with_changes(dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)
-    if "fp8_e4m3" in declared.kv_dtypes and declared.matmul_dtype in FP8_PRODUCTS:
+    if "fp8_e4m3" in declared.kv_pool.kv_dtypes and declared.precision.matmul_dtype in FP8_PRODUCTS:
         yield one.with_changes(kv_dtype="fp8_e4m3", prefixes=(_FAINT_KEYS,), data="small_weights")

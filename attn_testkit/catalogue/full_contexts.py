@@ -26,7 +26,7 @@ def full_context_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     (vllm-ascend #6803).
     ``small`` has little work for each row and key.
     """
-    most = declared.max_context_len
+    most = declared.bounds.max_context_len
     if most <= _SHORT or (most > _LONG_OF_MLA if small.heads.layout.wide_rows else most > _LONG):
         return
     two = small.of_requests((1, 1), layers=Layers(1), page_size=usual_page(declared))

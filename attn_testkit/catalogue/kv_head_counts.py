@@ -15,8 +15,8 @@ _LENS = (9, 70)
 
 def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Cases of one head, if ``mha`` is declared; derived from ``small``, a case with little work for each row."""
-    if "mha" in declared.families:
-        head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
+    if "mha" in declared.heads.families:
+        head_dim = min(declared.heads.head_dims) if small.heads.layout.values_in_keys else small.head_dim
         yield small.of_requests(_LENS, padded=1).with_changes(
             heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, data="gauss"
         )
@@ -24,11 +24,11 @@ def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 def three_kv_heads_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Cases of the smallest declared group; derived from ``small``, a case with little work for each row."""
-    groups = sorted(declared.gqa_ratios - {1}) if "gqa" in declared.families else []
-    if not groups and "mha" not in declared.families:
+    groups = sorted(declared.heads.gqa_ratios - {1}) if "gqa" in declared.heads.families else []
+    if not groups and "mha" not in declared.heads.families:
         return
     family, group = ("gqa", groups[0]) if groups else ("mha", 1)
-    head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
+    head_dim = min(declared.heads.head_dims) if small.heads.layout.values_in_keys else small.head_dim
     yield small.of_requests(_LENS, padded=1).with_changes(
         heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim, rope_dim=0, data="gauss"
     )

@@ -31,7 +31,7 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         parts, page = f"{kind}{_RANKS.get(kind, '')}", small.page_size
         if kind == "pages":
             # With pages of one key these would be the tokens: see ``_of_larger_pages``.
-            page = nearest(declared.page_sizes, 4)
+            page = nearest(declared.kv_pool.page_sizes, 4)
         few = _like(small, page, (2 * page + 3, 0, page, 1, 70), parts)
         own = declared.lse is not None and declared.lse.merges and kind != "whole"
         first = _like(small, page, (0, 2 * page + 3, 0, page, 1, 70, 33, 9, 17), parts) if kind != "whole" else few
@@ -46,7 +46,7 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
                 data="peaked", merged_by_backend=own, window=0 if takes_window(declared, few) else -1
             )
             yield from (few.with_changes(**heads) for heads in [*_other_heads(declared, small)] or [{}])
-            if declared.sinks:
+            if declared.options.sinks:
                 # They are far above all logits, and in a rank without keys (flash-attention #2752).
                 yield few.with_changes(data="negative", sinks=True)
             yield from _of_long_groups(declared, small, parts, page, own)
@@ -69,11 +69,11 @@ def _of_many_heads(declared: Capabilities, small: Case, parts: str, page: int, o
     heads = many_heads(declared, small.heads, _MANY_MLA_HEADS if small.heads.layout.wide_rows else _MANY_HEADS)
     prompts = small.mode is ForwardMode.EXTEND
     widest = _MOST_WIDTH_OF_PROMPTS if prompts else _MOST_WIDTH
-    dims = [dim for dim in declared.head_dims if small.heads.layout.wide_rows or dim <= widest]
+    dims = [dim for dim in declared.heads.head_dims if small.heads.layout.wide_rows or dim <= widest]
     lens = (70, 5, 40) if prompts else (130, 5, 40)
     many = _like(small, page, lens, parts).with_changes(heads=heads, head_dim=max(dims, default=small.head_dim))
     if prompts:
-        rows = min(_PROMPT, declared.max_extend_tokens)
+        rows = min(_PROMPT, declared.bounds.max_extend_tokens)
         new = (rows, 1, max(1, rows // 2))
         many = many.of_requests(lens, rows=Extend(new, room_for(new)))
     return many.with_changes(data="gauss", merged_by_backend=own)
@@ -84,8 +84,8 @@ def _of_long_groups(declared: Capabilities, small: Case, parts: str, page: int, 
     log-sum-exps in another order of heads, and use another code path for shorter requests (vllm-project/flash-attention
     #87).
     """
-    groups = sorted(declared.gqa_ratios - {1})
-    if not small.heads.layout.values_in_keys and "gqa" in declared.families and groups:
+    groups = sorted(declared.heads.gqa_ratios - {1})
+    if not small.heads.layout.values_in_keys and "gqa" in declared.heads.families and groups:
         group = max([each for each in groups if each <= 4], default=groups[0])
         yield _like(small, page, (1500, 70), parts).with_changes(
             heads=Heads("gqa", 2 * group, 2), data="gauss", merged_by_backend=own
@@ -101,7 +101,7 @@ def _of_one_row_each(declared: Capabilities, small: Case, parts: str, page: int,
 
 def _of_larger_pages(declared: Capabilities, few: Case) -> Iterator[Case]:
     """All keys, and ranks with whole pages, in pages of several keys, if all other cases have pages of one key."""
-    for page in sorted(declared.page_sizes - {1})[:1]:
+    for page in sorted(declared.kv_pool.page_sizes - {1})[:1]:
         yield few.with_changes(
             page_size=page, prefixes=(2 * page + 3, 0, page, 1, 70), data="gauss", merged_by_backend=False
         )
@@ -115,11 +115,11 @@ def _like(small: Case, page: int, prefixes: tuple[int, ...], parts: str) -> Case
 
 def _with_options(declared: Capabilities, case: Case, own: bool) -> Case:
     """All other declared options, at a length at which keys are split."""
-    as_given = case.mode in declared.new_rows_as_given
+    as_given = case.mode in declared.precision.new_rows_as_given
     return with_options(
         declared, with_other_heads(declared, _like(case, case.page_size, (1500, 70), case.kv_splits)), 60
     ).with_changes(  # New rows that are read as given are those of one call, and here several calls attend to them.
-        kv_dtype=min(declared.kv_dtypes) if not as_given else case.kv_dtype,
+        kv_dtype=min(declared.kv_pool.kv_dtypes) if not as_given else case.kv_dtype,
         merged_by_backend=own,
         data="gauss",
     )
@@ -127,9 +127,9 @@ def _with_options(declared: Capabilities, case: Case, own: bool) -> Case:
 
 def _other_heads(declared: Capabilities, small: Case) -> Iterator[dict[str, Any]]:
     """Fields of cases with MLA if the others have another family, and with groups if the others have single heads."""
-    groups = sorted(declared.gqa_ratios - {1})
-    if not small.heads.layout.values_in_keys and latent(declared) and declared.mla_rope_dims:
+    groups = sorted(declared.heads.gqa_ratios - {1})
+    if not small.heads.layout.values_in_keys and latent(declared) and declared.heads.mla_rope_dims:
         few = max([group for group in groups if group <= 4], default=1)
-        yield {"heads": latent_heads(declared, few), "rope_dim": min(declared.mla_rope_dims)}
-    if small.heads.family != "gqa" and "gqa" in declared.families and groups:
+        yield {"heads": latent_heads(declared, few), "rope_dim": min(declared.heads.mla_rope_dims)}
+    if small.heads.family != "gqa" and "gqa" in declared.heads.families and groups:
         yield {"heads": Heads("gqa", 2 * groups[0], 2), "rope_dim": 0}

@@ -43,7 +43,7 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
     if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
         rows = min(_ROWS, most_rows(declared, small.mode))
         new = (rows,) * (_GRID // rows + 1)
-        heads = Heads("mha", 1, 1) if "mha" in declared.families else small.heads
+        heads = Heads("mha", 1, 1) if "mha" in declared.heads.families else small.heads
         yield one.of_requests((1,) * len(new), rows=Extend(new, room_for(new)), heads=heads)
 
 
@@ -64,23 +64,23 @@ def _beyond_a_grid(wide: Case) -> Case:
 def batch_mates_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Cases derived from ``small`` with more requests than kernels for few requests accept, and several tiles of keys
     each (pegainfer #623)."""
-    if not declared.batch_invariant:
+    if not declared.promises.batch_invariant:
         return
     prefixes = tuple(prefix for prefix in _COMPANY for _ in range(_OF_EACH))
-    dtype = next(dtype for dtype in _BY_BITS if dtype in declared.dtypes)
+    dtype = next(dtype for dtype in _BY_BITS if dtype in declared.precision.dtypes)
     yield small.of_requests(prefixes, dtype=dtype, layers=Layers(1), data="gauss", layout="shuffled")
 
 
 def switch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Cases derived from ``small``, a case with as little work for each row as the declaration allows. The graph is as
     large as the batch."""
-    for bs in sorted({size for at in declared.kernel_changes_at for size in (at - 1, at)}):
+    for bs in sorted({size for at in declared.bounds.kernel_changes_at for size in (at - 1, at)}):
         lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
         yield small.of_requests(lens, data="gauss")
-    for keys in sorted({total for at in declared.kernel_changes_at_keys for total in (at - 1, at)}):
+    for keys in sorted({total for at in declared.bounds.kernel_changes_at_keys for total in (at - 1, at)}):
         if small.mode is not ForwardMode.DRAFT_DECODE:
             # Other steps of the case have longer requests, by a page and a few keys.
-            most = declared.max_context_len - 2 * small.page_size - 2 * small.width - 8
+            most = declared.bounds.max_context_len - 2 * small.page_size - 2 * small.width - 8
             yield small.of_requests(_of_sum(keys, small.width, most), data="gauss")
 
 

@@ -36,20 +36,20 @@ def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     minimal = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
     window = nearest_declared(declared, small.with_changes(window=_WINDOW)).window
     options = with_options(declared, with_other_heads(declared, minimal), window).with_changes(
-        kv_dtype=min(declared.kv_dtypes)
+        kv_dtype=min(declared.kv_pool.kv_dtypes)
     )
     options = _behind_rows_that_decode(declared, options)
     minimal = without_options(declared, minimal)
-    page = min((page for page in declared.page_sizes if page > 1), default=1)
+    page = min((page for page in declared.kv_pool.page_sizes if page > 1), default=1)
     # A windowed group has freed whole pages of the first two requests.
     lens = (2 * page + window, 4 * page + window - 1, 6)
     pages = dict.fromkeys(each.with_changes(page_size=page, prefixes=lens) for each in (minimal, options))
-    if declared.kv_groups and not small.draft:
+    if declared.kv_pool.kv_groups and not small.draft:
         for each in pages:
             yield replace(each, layers=replace(_RANK, groups=True))
     # Packed rows have the same bytes in all layers.
-    plain = min(declared.kv_dtypes - ROW_FORMATS.keys(), default="")
-    if declared.heads_by_layer and by_layer(declared) and plain:
+    plain = min(declared.kv_pool.kv_dtypes - ROW_FORMATS.keys(), default="")
+    if declared.heads.heads_by_layer and by_layer(declared) and plain:
         numbers = (each if each.kv_dtype not in ROW_FORMATS else each.with_changes(kv_dtype=plain) for each in pages)
         yield from _head_cases(declared, *numbers)
 
@@ -74,7 +74,7 @@ def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterat
     pairs, most = declared_shapes(declared), options[0] if options else minimal
     for shapes, each in zip(pairs, (most, minimal), strict=False):
         yield with_shapes(each, shapes)
-    if declared.kv_groups and pairs and not minimal.draft:
+    if declared.kv_pool.kv_groups and pairs and not minimal.draft:
         yield with_shapes(most.with_changes(layers=replace(_RANK, groups=True)), pairs[0])
     for shapes in pairs[-1:]:
         yield with_shapes(minimal.with_changes(prefixes=_SPLIT_LENS), shapes)
@@ -83,7 +83,7 @@ def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterat
 def shaped_cases(declared: Capabilities, found: Sequence[Case]) -> Iterator[Case]:
     """Heads by layer together with each feature that is declared with them: as few cases of the array (``found``) as
     contain all features, with the first pair of shapes."""
-    pairs = declared_shapes(declared) if declared.heads_by_layer and by_layer(declared) else []
+    pairs = declared_shapes(declared) if declared.heads.heads_by_layer and by_layer(declared) else []
     if not pairs or not found:
         return
     tests = features(declared, found[0].mode, found[0])

@@ -26,8 +26,8 @@ def with_options(declared: Capabilities, case: Case, window: int) -> Case:
     case = _with_branches(declared, case)
     return case.with_changes(
         window=window if takes_window(declared, case) else -1,
-        logit_cap=_CAP if declared.logit_cap else 0.0,
-        sinks=declared.sinks,
+        logit_cap=_CAP if declared.options.logit_cap else 0.0,
+        sinks=declared.options.sinks,
     )
 
 
@@ -49,7 +49,7 @@ def _windows_chains_alone(declared: Capabilities, case: Case) -> bool:
 def _branching(declared: Capabilities, case: Case) -> Case:
     """``case`` with a tree that branches instead of a short chain, if such trees are declared."""
     nodes = len(_TREE)
-    supported = declared.max_topk >= _TREE.topk and declared.max_q_rows >= nodes >= case.width
+    supported = declared.bounds.max_topk >= _TREE.topk and declared.bounds.max_q_rows >= nodes >= case.width
     if case.tree is None or case.topk > 1 or not supported or variant_of(case).gives_none:
         return case
     return case.with_changes(rows=Verify(_TREE))

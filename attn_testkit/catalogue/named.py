@@ -38,13 +38,13 @@ def named_from(cases: Sequence[Case]) -> Case:
 
 def without_options_of(declared: Capabilities, base: Case) -> Case:
     """``base`` without options."""
-    kv_dtype = sorted(declared.kv_dtypes, reverse=True)[0]
+    kv_dtype = sorted(declared.kv_pool.kv_dtypes, reverse=True)[0]
     # Whether the usual scaling is meant says ``nearest_declared``, case by case: MLA has none.
     rows = base.rows
     if isinstance(rows, Extend):
         rows = replace(rows, chunks=1)
     elif isinstance(rows, Drafted):
-        rows = replace(rows, draft=Draft(min(2, declared.max_draft_branches), 3))
+        rows = replace(rows, draft=Draft(min(2, declared.bounds.max_draft_branches), 3))
     return base.with_changes(rows=rows, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False,
                    kv_dtype=kv_dtype)  # fmt: skip
 
@@ -58,11 +58,11 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
     if mode in hosts and len(supported) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves in a buffer is wrong for every other.
-        branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
+        branches = minimal.tree and declared.bounds.max_topk > 1 and declared.bounds.max_q_rows >= 4
         rows = Verify(branching(4)) if branches else minimal.rows
         several = minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
         if tier == "smoke" and not minimal.heads.layout.values_in_keys:
-            several = several.with_changes(head_dim=min(declared.head_dims))
+            several = several.with_changes(head_dim=min(declared.heads.head_dims))
         # Requests of few keys hide whose offsets and whose partial results a mode uses.
         lens = (_SEVERAL * minimal.bs)[: minimal.bs]
         yield several if max(minimal.prefixes) >= max(_SEVERAL) else several.with_changes(prefixes=lens)
@@ -70,14 +70,14 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         yield from _loops(declared, minimal, tier)
     if tier == "smoke":
         return
-    if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
+    if minimal.heads.layout.values_in_keys and max(declared.heads.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them. Lengths at both sides of a
         # tile, so that a list of work has more entries than requests.
-        heads = replace(minimal.heads, q_heads=max(declared.gqa_ratios))
+        heads = replace(minimal.heads, q_heads=max(declared.heads.gqa_ratios))
         rows = minimal.rows.counted((minimal.width, 1, minimal.width))
         yield minimal.of_requests((63, 64, 65), padded=1, rows=rows, heads=heads, data="gauss")
     # One wrong key of thousands shows only with one-hot values; see families/softmax/limits.py.
-    for dtype in sorted(declared.dtypes):
+    for dtype in sorted(declared.precision.dtypes):
         rows = minimal.rows.counted((minimal.width,))
         yield minimal.of_requests((4096,), rows=rows, dtype=dtype, data="one_hot", padding="prod")
     yield _long_with_options(declared, minimal)
@@ -92,9 +92,9 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     if mode is ForwardMode.TARGET_VERIFY:
         two = (9, 40)
         for tree in (_BIG_TREE, chain(17)):
-            if len(tree) <= declared.max_q_rows and tree.topk <= declared.max_topk:
+            if len(tree) <= declared.bounds.max_q_rows and tree.topk <= declared.bounds.max_topk:
                 yield minimal.of_requests(two, padded=1, rows=Verify(tree))
-    if mode is ForwardMode.DRAFT_EXTEND and declared.max_q_rows >= 4:
+    if mode is ForwardMode.DRAFT_EXTEND and declared.bounds.max_q_rows >= 4:
         # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
         yield minimal.of_requests((5, 9), rows=Accepted((1, 3), 4))
     if mode is ForwardMode.EXTEND:
@@ -115,7 +115,7 @@ def _long_with_options(declared: Capabilities, minimal: Case) -> Case:
         (1500, 70),
         padded=1,
         rows=optional.rows.counted((minimal.width, 1)),
-        kv_dtype=sorted(declared.kv_dtypes)[0],
+        kv_dtype=sorted(declared.kv_pool.kv_dtypes)[0],
         data="gauss",
         padding="prod",
     )
@@ -130,8 +130,8 @@ def smallest_of(declared: Capabilities, minimal: Case) -> Case:
     """Return the case with the least declared work for each row and key, for cases with very many rows or keys."""
     return minimal.with_changes(
         heads=min(_heads_like(declared, minimal), key=lambda heads: (heads.kv_heads, heads.q_heads)),
-        head_dim=minimal.head_dim if minimal.heads.layout.values_in_keys else min(declared.head_dims),
-        page_size=min(declared.page_sizes),
+        head_dim=minimal.head_dim if minimal.heads.layout.values_in_keys else min(declared.heads.head_dims),
+        page_size=min(declared.kv_pool.page_sizes),
         rows=_fewest(minimal.rows),
         padding="prod",
     )
@@ -161,15 +161,15 @@ def _many_requests(declared: Capabilities, minimal: Case) -> Case:
 
 def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """A prompt of several tiles of rows among decode rows; and chunks of requests that share prefixes."""
-    rows, page = min(MOST_NEW_TOKENS, declared.max_extend_tokens), minimal.page_size
+    rows, page = min(MOST_NEW_TOKENS, declared.bounds.max_extend_tokens), minimal.page_size
     small = smallest_of(declared, minimal).with_changes(page_size=page, data="gauss")
     among_decodes = (1, rows, 1)
     yield small.of_requests((70, 300, 5), rows=Extend(among_decodes, room_for(among_decodes)))
-    new = tuple(min(n, declared.max_extend_tokens) for n in (page + 1, 2, 1))
+    new = tuple(min(n, declared.bounds.max_extend_tokens) for n in (page + 1, 2, 1))
     prefixes = (2 * page, 2 * page + 1, page)
     yield small.of_requests(prefixes, padded=1, rows=Extend(new, room_for(new), chunks=3), layout="shared")
     window = max(declared.windows.smallest, _CHUNKS_PAST)
-    if takes_window(declared, small) and window + 2 <= declared.max_extend_tokens:
+    if takes_window(declared, small) and window + 2 <= declared.bounds.max_extend_tokens:
         # Chunks as long as each other, of which only the first begins inside the window: lengths that are equal if
         # clamped to it, and rows that see other numbers of keys (vLLM #47766). All chunks of one prompt are equal.
         yield small.of_requests(
@@ -196,20 +196,22 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
 
 def verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """The greedy-equivalence loop of target-verify, with the declared options of layers and KV groups."""
-    nodes = min(4, declared.max_q_rows)
+    nodes = min(4, declared.bounds.max_q_rows)
     if not _has_loops(declared) or nodes < 2 or not minimal.tree:
         return
-    paged = minimal.with_changes(page_size=min(declared.page_sizes, key=lambda size: abs(size - _LOOP_PAGE)))
+    paged = minimal.with_changes(page_size=min(declared.kv_pool.page_sizes, key=lambda size: abs(size - _LOOP_PAGE)))
     plain = _of_loop(declared, paged, Verify(chain(nodes), _LOOP_ROUNDS))
-    plain = plain.with_changes(prefixes=tuple(min(prefix, declared.max_extend_tokens) for prefix in plain.prefixes))
+    plain = plain.with_changes(
+        prefixes=tuple(min(prefix, declared.bounds.max_extend_tokens) for prefix in plain.prefixes)
+    )
     small = _with_loop_options(declared, plain).with_changes(kv_dtype=plain.kv_dtype)
-    grouped = small.with_changes(layers=Layers(groups=declared.kv_groups and small.window >= 0))
+    grouped = small.with_changes(layers=Layers(groups=declared.kv_pool.kv_groups and small.window >= 0))
     yield from (case for case in (grouped,) if _takes(declared, case))
 
 
 def _has_loops(declared: Capabilities) -> bool:
     """True unless keys are selected, or pools have packed rows only."""
-    return not declared.sparse and bool(declared.kv_dtypes & {"same", "fp8_e4m3"})
+    return not declared.sparse and bool(declared.kv_pool.kv_dtypes & {"same", "fp8_e4m3"})
 
 
 def _takes(declared: Capabilities, case: Case) -> bool:
@@ -218,7 +220,7 @@ def _takes(declared: Capabilities, case: Case) -> bool:
 
 def _of_loop(declared: Capabilities, minimal: Case, rows: Rows) -> Case:
     page = minimal.page_size
-    kv_dtype = "same" if "same" in declared.kv_dtypes else "fp8_e4m3"
+    kv_dtype = "same" if "same" in declared.kv_pool.kv_dtypes else "fp8_e4m3"
     small = smallest_of(declared, minimal).with_changes(page_size=page, kv_dtype=kv_dtype, data="gauss")
     return small.of_requests((page + 1, 2 * page, 1), padded=1, rows=rows)
 
@@ -236,7 +238,9 @@ def _with_loop_options(declared: Capabilities, small: Case) -> Case:
 
 def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """Groups of more query heads than the array tries: the largest declared, and one that is not a power of two."""
-    wide = sorted(r for r in declared.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in declared.families else []
+    wide = (
+        sorted(r for r in declared.heads.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in declared.heads.families else []
+    )
     odd = [r for r in wide if r & (r - 1)]
     for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
         yield minimal.with_changes(heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")

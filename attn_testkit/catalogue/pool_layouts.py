@@ -15,11 +15,11 @@ def pool_layout_cases(
     declared: Capabilities, mode: ForwardMode, tier: str, small: Case, found: Collection[Case]
 ) -> Iterator[Case]:
     """``small``: two requests, of as many KV heads as a case has. ``found``: cases of the array."""
-    others = [name for name in KV_LAYOUTS if name in declared.kv_layouts and name != usual_layout(declared)]
+    others = [name for name in KV_LAYOUTS if name in declared.kv_pool.kv_layouts and name != usual_layout(declared)]
     wanted = [name for name in others if not _shows(name, found)]
     if tier == "smoke" and wanted:
         wanted = [wanted[list(ForwardMode).index(mode) % len(wanted)]]
-    pages = sorted(declared.page_sizes)
+    pages = sorted(declared.kv_pool.page_sizes)
     # In pages of one slot most layouts are alike.
     page = next((page for page in pages if page > 2), pages[-1])
     for name in wanted:
@@ -27,7 +27,7 @@ def pool_layout_cases(
         prefixes = (2 * page + 1, page + max(1, page // 2), 3)
         rows = small.rows.counted((*small.new[:2], *small.new[:1]))
         of_pool = small.with_changes(
-            kv_layout=name, kv_dtype=max(declared.kv_dtypes), page_size=page, layout="shuffled", data="gauss"
+            kv_layout=name, kv_dtype=max(declared.kv_pool.kv_dtypes), page_size=page, layout="shuffled", data="gauss"
         )
         yield of_pool.of_requests(prefixes, padded=1, rows=rows)
 

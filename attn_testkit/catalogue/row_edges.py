@@ -40,12 +40,12 @@ def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[C
         yield codes.with_changes(prefixes=lens, bucket=len(lens))
     if small.mode in _ONE_ROW or rows < 2:
         return
-    if small.mode is ForwardMode.TARGET_VERIFY and declared.max_q_rows >= _DRAFTS_OF_A_KERNEL:
+    if small.mode is ForwardMode.TARGET_VERIFY and declared.bounds.max_q_rows >= _DRAFTS_OF_A_KERNEL:
         # The most rows that kernels of drafts have code for, with all options of a layer: one head of one row was wrong
         # at some lengths (flashinfer #3864).
         drafts = Verify(chain(_DRAFTS_OF_A_KERNEL))
         each = small.of_requests(_LENGTHS_IN_TURN, data="gauss", layout="shuffled", rows=drafts)
-        yield with_options(declared, each, _WINDOW).with_changes(kv_dtype=min(declared.kv_dtypes))
+        yield with_options(declared, each, _WINDOW).with_changes(kv_dtype=min(declared.kv_pool.kv_dtypes))
     if takes_window(declared, small):
         # Windows that begin on both sides of a tile, in one request's rows: a split has no key of some of them.
         begins = small.with_changes(data="gauss", layout="shuffled")
@@ -55,7 +55,7 @@ def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[C
     yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
     if small.heads.layout.wide_rows:
         return
-    groups = [group for group in _ODD_GROUPS if group in declared.gqa_ratios and "gqa" in declared.families]
+    groups = [group for group in _ODD_GROUPS if group in declared.heads.gqa_ratios and "gqa" in declared.heads.families]
     for group in groups if tier == "full" else groups[:1]:
         many = min(_MOST_ROWS, -(-_PACKED // group), most_rows(declared, small.mode))
         wide = small.with_changes(heads=Heads("gqa", 2 * group, 2), data="gauss")

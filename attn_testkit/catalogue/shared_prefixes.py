@@ -25,13 +25,13 @@ def shared_prefix_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """
     shared = small.of_requests(
         _PREFIXES,
-        page_size=nearest(declared.page_sizes, _PAGE),
+        page_size=nearest(declared.kv_pool.page_sizes, _PAGE),
         layout="shared",
         layers=Layers(1),
         data="gauss",
     )
     yield shared
-    optional = with_options(declared, shared, -1).with_changes(kv_dtype=min(declared.kv_dtypes))
+    optional = with_options(declared, shared, -1).with_changes(kv_dtype=min(declared.kv_pool.kv_dtypes))
     if optional != shared:
         # One of two layers has the cap.
         yield with_other_heads(declared, optional).with_changes(layers=Layers())

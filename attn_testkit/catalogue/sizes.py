@@ -62,7 +62,7 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     if size == _REQUESTS:
         return {**layers, **_with_requests(declared, so_far)}
     rows = so_far["rows"]
-    wanted = min(_ROWS[size], declared.max_extend_tokens)
+    wanted = min(_ROWS[size], declared.bounds.max_extend_tokens)
     if rows.chunks > 1 and wanted > _ROWS["130 rows"]:
         raise ValueError("several chunks of so many rows take too long")
     longest = rows.new.index(max(rows.new))
@@ -88,7 +88,7 @@ def refuse_large(declared: Capabilities, so_far: Changes) -> None:
     found = [
         (each.layout.wide_rows, each.q_heads, width)
         for each in typical_heads(declared)
-        for width in declared.head_dims
+        for width in declared.heads.head_dims
         if form is None or form.fits(each.layout, so_far["dtype"], width)
     ]
     wide, most, widest = min(found, default=(False, 0, 0))
@@ -102,7 +102,7 @@ def _with_requests(declared: Capabilities, so_far: Changes) -> Changes:
     own: tuple[int, ...] = so_far["prefixes"]
     if sum(own) > _MOST_ON_AVERAGE * len(own):
         raise ValueError("so many requests are short")
-    if so_far["page_size"] > max(_MOST_PAGE, min(declared.page_sizes)):
+    if so_far["page_size"] > max(_MOST_PAGE, min(declared.kv_pool.page_sizes)):
         raise ValueError("so many requests have small pages")
     more = runs([prefix + (prefix > 0) for prefix in own], _count(so_far) - len(own))
     more[_AT] += _LONG * any(own)

@@ -71,7 +71,7 @@ def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> It
     are declared (flash-linear-attention #1077).
     """
     assert declared.state is not None
-    values, keys = min(declared.head_dims), min(declared.state.k_dims)
+    values, keys = min(declared.heads.head_dims), min(declared.state.k_dims)
     if mode is not ForwardMode.EXTEND or _GRID_HEADS * _GRID_REQUESTS * values * keys > _MOST_ELEMENTS:
         return
     few = kinds_of(declared)[0]
@@ -113,12 +113,12 @@ def _of_all_modes(declared: Capabilities, plain: Case, rollback: str) -> Case:
     # Little work for each row: three modes on an instance take minutes where kernels are interpreted.
     keys, snapshots = min(declared.state.k_dims), min(declared.state.snapshots, default=0)
     case = _of_shape(plain, k_dim=keys, snapshots=snapshots if rollback == "commit" else 0, rollback=rollback)
-    case = case.with_changes(head_dim=min(declared.head_dims), layers=Layers(1))
+    case = case.with_changes(head_dim=min(declared.heads.head_dims), layers=Layers(1))
     if plain.tree is not None:
         # Links of its nodes, which stay in a buffer, are wrong for every other mode.
-        branches = plain.heads.family in declared.state.trees and declared.max_topk >= _BRANCHING.topk
-        fits = branches and rollback == "commit" and len(_BRANCHING) <= declared.max_q_rows
-        case = case.with_changes(rows=Verify(_BRANCHING if fits else chain(min(4, declared.max_q_rows))))
+        branches = plain.heads.family in declared.state.trees and declared.bounds.max_topk >= _BRANCHING.topk
+        fits = branches and rollback == "commit" and len(_BRANCHING) <= declared.bounds.max_q_rows
+        case = case.with_changes(rows=Verify(_BRANCHING if fits else chain(min(4, declared.bounds.max_q_rows))))
     return case.of_requests((33, 5, 12), padded=1, multi_mode=True)
 
 
@@ -134,7 +134,7 @@ def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
 
 def _with_prompts(declared: Capabilities, case: Case, prompts: tuple[tuple[int, ...], tuple[int, ...]]) -> Case:
     prefixes, new = prompts
-    new = tuple(min(each, declared.max_extend_tokens) for each in new)
+    new = tuple(min(each, declared.bounds.max_extend_tokens) for each in new)
     return case.with_changes(prefixes=prefixes, rows=Extend(new, room_for(new)), bucket=len(prefixes))
 
 
@@ -151,7 +151,7 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
     assert declared.state is not None
     exact = case.mode is ForwardMode.EXTEND and declared.state.plain_convolution
     case = case.with_changes(
-        prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.max_q_rows), 1),
+        prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.bounds.max_q_rows), 1),
         data=UNIT_KEYS if exact else case.data,
     )  # fmt: skip
     return with_softmax(declared, case)
@@ -186,7 +186,7 @@ _GATED = ((9, 30, 0), (140, 70, 40))
 
 def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:
     """Prompts in which single rows forget all or half of a state, for kinds whose decays differ between rows."""
-    wide = [each for each in ("bf16", "fp32") if each in declared.dtypes]
+    wide = [each for each in ("bf16", "fp32") if each in declared.precision.dtypes]
     if case.heads.family == "lightning" or (case.heads.family == "mamba" and not wide):
         return
     if case.heads.family == "mamba" and case.dtype == "fp16":
@@ -201,7 +201,9 @@ _TREES = (Tree((0, 0, 1, 1, 3)), Tree((0, 0, 0, 2, 2)), Tree((0, 1, 0, 3)), Tree
 def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     """Drafts that branch, for kinds whose layers support trees: states and windows of parents, and their commit."""
     assert declared.state is not None
-    trees = [tree for tree in _TREES if tree.topk <= declared.max_topk and len(tree) <= declared.max_q_rows]
+    trees = [
+        tree for tree in _TREES if tree.topk <= declared.bounds.max_topk and len(tree) <= declared.bounds.max_q_rows
+    ]
     for heads in kinds_of(declared):
         if heads.family not in declared.state.trees:
             continue
@@ -224,14 +226,14 @@ _LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS, _LOOP_WIDTH = (CHUNK + 2, 33, 1), 4, 
 def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     """Greedy-equivalence loops with each rollback; from core on, a hybrid model also has one with each kind."""
     assert declared.state is not None
-    nodes, rollbacks, kinds = min(_LOOP_NODES, declared.max_q_rows), rollbacks_of(declared), kinds_of(declared)
+    nodes, rollbacks, kinds = min(_LOOP_NODES, declared.bounds.max_q_rows), rollbacks_of(declared), kinds_of(declared)
     if tier == "smoke" or nodes < 2:
         return
     for index in range(max(len(rollbacks), len(kinds) if declared.state.hybrid else 1)):
         case = _of_shape(_plain(declared, first, kinds[index % len(kinds)]), rollback=rollbacks[index % len(rollbacks)])
-        prefixes = tuple(min(prefix, declared.max_extend_tokens) for prefix in _LOOP_PREFIXES)
+        prefixes = tuple(min(prefix, declared.bounds.max_extend_tokens) for prefix in _LOOP_PREFIXES)
         # Keys as wide as values, as in the models that are served.
-        width = min(declared.state.k_dims & declared.head_dims, key=lambda dim: abs(dim - _LOOP_WIDTH), default=0)
+        width = min(declared.state.k_dims & declared.heads.head_dims, key=lambda dim: abs(dim - _LOOP_WIDTH), default=0)
         if width:
             case = _of_shape(case, k_dim=width).with_changes(head_dim=width)
         case = case.of_requests(prefixes, padded=1, rows=Verify(chain(nodes), _LOOP_ROUNDS))
@@ -253,7 +255,7 @@ def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Ca
     if tier != "full" and first.mode is ForwardMode.TARGET_VERIFY:
         return
     wide, keys = (max(each for each in of if each <= _WIDEST or each == min(of))
-                  for of in (declared.head_dims, declared.state.k_dims))  # fmt: skip
+                  for of in (declared.heads.head_dims, declared.state.k_dims))  # fmt: skip
     for heads in kinds_of(declared)[: None if tier == "full" else 1]:
         case = _plain(declared, first, heads)
         dtype = min(declared.state.dtypes, key=_NARROWEST.index)
@@ -282,7 +284,7 @@ def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterat
         for way in CONTINUES:
             if way in declared.state.continues:
                 case = _with_prompts(declared, _plain(declared, first, heads).with_changes(data=data), _CACHED)
-                case = case.with_changes(rows=Extend(case.new, min(_ROOM, declared.max_extend_tokens)))
+                case = case.with_changes(rows=Extend(case.new, min(_ROOM, declared.bounds.max_extend_tokens)))
                 yield _of_shape(case, continues=way, snapshots=snapshots if snapshots < _ROOM else 0)
 
 

@@ -62,14 +62,14 @@ def rollbacks_of(declared: Capabilities) -> list[str]:
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
     state, verifies = declared.state, mode is ForwardMode.TARGET_VERIFY
     assert state is not None
-    dims = sorted(declared.head_dims & {64, 128} or declared.head_dims)
+    dims = sorted(declared.heads.head_dims & {64, 128} or declared.heads.head_dims)
     keys = sorted(state.k_dims & {64, 128} or state.k_dims)
     found: dict[str, Sequence[Any]] = {
         "heads": kinds_of(declared) if tier == "smoke" else state_heads(declared),
         "head_dim": dims[:1] if tier == "smoke" else dims[:2],
         "k_dim": keys[:1] if tier == "smoke" else keys[:2],
         "conv_width": sorted(state.conv_widths, reverse=True),
-        "dtype": [each for each in ("bf16", "fp16", "fp32") if each in declared.dtypes],
+        "dtype": [each for each in ("bf16", "fp16", "fp32") if each in declared.precision.dtypes],
         "state_dtype": [each for each in STATE_DTYPES if each in state.dtypes],
         "lens": list(prompts(4) if mode is ForwardMode.EXTEND else _BATCHES),
         "data": DRAWN,
@@ -84,7 +84,7 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
     }
     if verifies:
         # Nodes of a draft: fewer than a convolution has taps, as many, and more.
-        found["nodes"] = sorted({min(each, declared.max_q_rows) for each in (2, 3, 4, 6)})
+        found["nodes"] = sorted({min(each, declared.bounds.max_q_rows) for each in (2, 3, 4, 6)})
         found["rollback"] = rollbacks_of(declared)
     elif "source" in state.continues:
         found["continues"] = ["", "source"]
@@ -94,7 +94,7 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     state, heads, width = declared.state, row["heads"], row["conv_width"]
     assert state is not None
-    for name, dims in (("head_dim", declared.head_dims), ("k_dim", state.k_dims)) if row.get("size") else ():
+    for name, dims in (("head_dim", declared.heads.head_dims), ("k_dim", state.k_dims)) if row.get("size") else ():
         if row[name] > max(min(dims), _MOST_DIM):
             raise ValueError(f"{name} {row[name]} is more than a large batch needs")
     if heads.family == "lightning":
@@ -108,15 +108,19 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     rows, slack = so_far["rows"], row["slack"]
     if isinstance(rows, Extend):
         prefixes, new = prompts(width)[row["lens"]]
-        new = tuple(min(each, declared.max_extend_tokens) for each in new)
+        new = tuple(min(each, declared.bounds.max_extend_tokens) for each in new)
         rows, slack = Extend(new, room_for(new)), slack if rows.mode in declared.graph else 0
     else:
         prefixes = _BATCHES[row["lens"]]
         rows = Verify(chain(row["nodes"])) if "nodes" in row else rows
     return {
-        "rows": rows, "page_size": min(declared.page_sizes), "prefixes": prefixes, "bucket": len(prefixes) + slack,
-        "state": shape, **_model(declared, row["layer_ids"]),
-    }  # fmt: skip
+        "rows": rows,
+        "page_size": min(declared.kv_pool.page_sizes),
+        "prefixes": prefixes,
+        "bucket": len(prefixes) + slack,
+        "state": shape,
+        **_model(declared, row["layer_ids"]),
+    }
 
 
 def _model(declared: Capabilities, layers: Layers) -> Changes:

@@ -68,7 +68,7 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
             met = meeting_cases(declared, mode, list(states.values()))
             states.update((each.id, each) for each in met if within_declared(declared, each))
         return tuple(states.values())
-    if not declared.kv_layouts:
+    if not declared.kv_pool.kv_layouts:
         return ()
     cases: dict[str, Case] = {}
     for of_tier in dict.fromkeys((tier, "core" if tier == "full" else tier)):

@@ -40,10 +40,10 @@ def uniform_batch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 def _many_kv_heads(declared: Capabilities, like: Heads) -> Heads:
     """Many KV heads, each with as few query heads as declared."""
-    groups = sorted(declared.gqa_ratios - {1})
+    groups = sorted(declared.heads.gqa_ratios - {1})
     if not like.layout.wide_rows and as_many(declared):
         return Heads(as_many(declared)[0].name, _MANY_KV_HEADS, _MANY_KV_HEADS)
-    if not like.layout.wide_rows and "gqa" in declared.families and groups:
+    if not like.layout.wide_rows and "gqa" in declared.heads.families and groups:
         return Heads("gqa", _MANY_KV_HEADS * groups[0], _MANY_KV_HEADS)
     return many_heads(declared, like, _MANY_KV_HEADS)
 
@@ -61,15 +61,17 @@ def _of_one_length(declared: Capabilities, small: Case) -> Iterator[Case]:
         lens = (_LONG_OF_MLA if small.heads.layout.wide_rows else _LONG)[:1] * 2
         yield with_other_heads(declared, one).of_requests(lens, rows=of_both)
         return
-    groups = [(Heads("gqa", 2 * group, 2), 0, _LONG) for group in _GROUPS if group in declared.gqa_ratios]
-    if "gqa" not in declared.families or not groups:
+    groups = [(Heads("gqa", 2 * group, 2), 0, _LONG) for group in _GROUPS if group in declared.heads.gqa_ratios]
+    if "gqa" not in declared.heads.families or not groups:
         groups = (
             [] if small.heads.layout.wide_rows else [(many_heads(declared, small.heads, small.heads.q_heads), 0, _LONG)]
         )
     if latent(declared):
-        rope = small.rope_dim or min(declared.mla_rope_dims)
+        rope = small.rope_dim or min(declared.heads.mla_rope_dims)
         groups += [
-            (latent_heads(declared, count), rope, _LONG_OF_MLA) for count in _MLA_HEADS if count in declared.gqa_ratios
+            (latent_heads(declared, count), rope, _LONG_OF_MLA)
+            for count in _MLA_HEADS
+            if count in declared.heads.gqa_ratios
         ]
     for turn, (heads, rope, lens) in enumerate(groups):
         length = lens[turn % 2]

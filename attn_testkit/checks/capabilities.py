@@ -57,7 +57,7 @@ def refuses_undeclared(
 EVALUATIONS = (
     Evaluation(
         "no-host-lengths",
-        applies=lambda declared, execution: not declared.needs_cpu_seq_lens,
+        applies=lambda declared, execution: not declared.needs.cpu_seq_lens,
     ),
     Evaluation(
         "compiles-once",

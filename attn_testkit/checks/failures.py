@@ -116,8 +116,8 @@ def _classify(
         return (
             "no-host-lengths",
             f"{_WITHOUT_WAITS[phase]} waits for the device: {message}",
-            "needs_cpu_seq_lens is False: keep lengths on the device, or declare needs_cpu_seq_lens=True to get "
-            "seq_lens_cpu"
+            "needs.cpu_seq_lens is False: keep lengths on the device, or declare needs={'cpu_seq_lens': True} to "
+            "get seq_lens_cpu"
             + ("" if phase == "plan for replay" else f", or {_MAY_WAIT} to allow the sync in eager mode")
             + (": a forward that waits cannot be captured" if phase in _CAPTURED_TOO else ""),
         )
@@ -156,7 +156,7 @@ _CAPTURED_TOO = ("forward", "forward without k and v")
 """Phases that a graph captures too: no declaration allows a sync there."""
 
 _MAY_WAIT = "server=ServerConventions(eager_without_waits=False)"
-_NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"
+_NO_LENGTHS = "needs.cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"
 
 
 def _reads_host_lengths(codes: Iterator[CodeType]) -> bool:

@@ -145,7 +145,7 @@ EVALUATIONS = (
         "graph-matches-eager",
         applies=in_graphs,
         run=lambda comparison, schedule, declared: graph_matches_eager(
-            comparison, same_bits=declared.deterministic and declared.batch_invariant
+            comparison, same_bits=declared.promises.deterministic and declared.promises.batch_invariant
         ),
     ),
     Evaluation(

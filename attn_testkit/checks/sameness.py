@@ -134,16 +134,16 @@ def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]
 EVALUATIONS = (
     Evaluation(
         "repeatable",
-        applies=lambda declared, execution: declared.deterministic and execution is Execution.EAGER,
+        applies=lambda declared, execution: declared.promises.deterministic and execution is Execution.EAGER,
     ),
     Evaluation(
         "batch-invariant",
-        applies=lambda declared, execution: declared.batch_invariant and execution is Execution.EAGER,
+        applies=lambda declared, execution: declared.promises.batch_invariant and execution is Execution.EAGER,
         shown_by=lambda case: case.bs > 1,
     ),
     Evaluation(
         "mode-invariant",
-        applies=lambda declared, execution: declared.mode_invariant and execution is Execution.EAGER,
+        applies=lambda declared, execution: declared.promises.mode_invariant and execution is Execution.EAGER,
         shown_by=has_last_rows,
     ),
 )

@@ -3,21 +3,27 @@ kit."""
 
 from .backend import AttentionBackend, LegacyGraphHooks, refuse_undeclared
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
-from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
+from .bounds import Bounds
+from .capabilities import Capabilities, Unsupported
 from .context import BackendContext
 from .cross_attention import ENCODER_SLOTS, CrossAttention
 from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
+from .head_shapes import FAMILIES, HeadShapes
 from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool, index_scales
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
 from .kv_group import KVGroup
 from .kv_layouts import KV_LAYOUTS, KVLayer, KVPoolSpec
 from .kv_pool import KVPool
+from .kv_pools import KV_DTYPES, KVPools
 from .kv_split import KVSplit
 from .layer import AttentionLayer, HeadShape
+from .layer_options import LayerOptions
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
+from .precision import DTYPES, FP8_PRODUCTS, Precision
+from .promises import Needs, Promises
 from .requires import Requires
 from .row_format import LATENT_FORMATS, ROW_FORMATS, PackedRows, RowFormat
 from .server_conventions import SGLANG, VLLM, ServerConventions
@@ -49,6 +55,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionLayer",
     "BackendContext",
+    "Bounds",
     "Capabilities",
     "CrossAttention",
     "Dialect",
@@ -58,18 +65,24 @@ __all__ = [
     "ForwardBatch",
     "ForwardMode",
     "HeadShape",
+    "HeadShapes",
     "IndexPool",
     "Indexer",
     "KVGroup",
     "KVLayer",
     "KVPool",
     "KVPoolSpec",
+    "KVPools",
     "KVSplit",
     "KernelBackend",
     "KernelPlan",
+    "LayerOptions",
     "LegacyGraphHooks",
     "LogSumExp",
+    "Needs",
     "PackedRows",
+    "Precision",
+    "Promises",
     "Requires",
     "RowFormat",
     "ServerConventions",

@@ -36,9 +36,9 @@ class CrossAttention(Declared):
     """Location of the encoder's keys. ``first`` (SGLang): in the pool of all layers. The request table has their
     slots in the first ``encoder_lens`` columns, which are whole pages, and the decoder's keys follow them.
     ``own_group`` (vLLM): cross-attention layers are a second KV group, which has a pool and a request table. Both
-    tables begin with column 0. It has no effect without ``Capabilities.kv_groups``."""
+    tables begin with column 0. It has no effect without ``KVPools.kv_groups``."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_modes("modes")
         self._check_words("encoder_slots", ENCODER_SLOTS)
         others = sorted(self.modes - _MODES)

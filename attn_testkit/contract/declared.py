@@ -16,12 +16,47 @@ class Declared:
     """A frozen dataclass of declared values. A misspelt name raises ``ValueError`` with the right one."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _GUESSED: ClassVar[tuple[str, ...]] = ()
+    """Fields whose defaults are guesses: a backend that supports more, but does not declare it, is tested with
+    less."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuse a misspelt field, also in a record within this one."""
         for name in (name for name in given if name not in cls.__dataclass_fields__):
-            spelled("capability", name, tuple(cls._names()))
+            raise ValueError(cls._misspelt(name))
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, each in self.__dataclass_fields__.items():
+            record = each.default_factory
+            if isinstance(record, type) and issubclass(record, Declared):
+                self._set(name, record().made_of(getattr(self, name)))
+        # A default is one object, which a value that somebody writes is not, even if it equals the default.
+        left = {name: each.default for name, each in self.__dataclass_fields__.items() if name in self._GUESSED}
+        left = {name: default for name, default in left.items() if getattr(self, name) is default}
+        self._check()
+        for name, default in left.items():
+            self._set(name, default)
+        self._set("_unwritten", tuple(left))
+
+    def _check(self) -> None:
+        """Check the values, and set those that are given in another form than they have."""
+
+    def unwritten(self) -> Iterator[str]:
+        """Fields with a guessed default that the author left out, also in a record within this one. A value that is
+        written and equals the default is not left out."""
+        yield from vars(self)["_unwritten"]
+        for name in self.__dataclass_fields__:
+            if isinstance(inner := getattr(self, name), Declared):
+                yield from (f"{name}.{each}" for each in inner.unwritten())
+
+    @classmethod
+    def _misspelt(cls, name: str) -> str:
+        """Text for a field that does not exist: the nearest one, also of a record within this one."""
+        paths = {path.rpartition(".")[2]: path for path in reversed([*cls._names()])}
+        close = difflib.get_close_matches(name, paths, n=1, cutoff=0.4)
+        hint = f"; did you mean {paths[close[0]]!r}?" if close else ""
+        return f"unknown capability {name!r}{hint} (known: {', '.join(cls.__dataclass_fields__)})"
 
     @classmethod
     def _names(cls) -> Iterator[str]:
@@ -38,7 +73,8 @@ class Declared:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in changes.items():
             inner = values.get(name)
-            values[name] = inner.made_of(value) if isinstance(inner, Declared) else value
+            # None takes a record out that may be left out; others refuse it.
+            values[name] = inner.made_of(value) if isinstance(inner, Declared) and value is not None else value
         return type(self)(**values)
 
     def made_of(self, given: object) -> Self:
@@ -66,6 +102,13 @@ class Declared:
 
     def _check_words(self, name: str, known: tuple[str, ...]) -> None:
         self._set(name, frozenset(spelled(name, value, known) for value in self._listed(name)))
+
+    def _check_numbers(self, name: str, least: int) -> None:
+        values = self._listed(name)
+        if not all(is_whole(value) and value >= least for value in values):
+            numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"
+            raise ValueError(f"{type(self).__name__}.{name} must be {numbers}, got {sorted(map(str, values))}")
+        self._set(name, frozenset(values))
 
     def _check_number(self, name: str, least: int) -> None:
         number = getattr(self, name)

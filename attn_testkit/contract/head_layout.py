@@ -26,7 +26,7 @@ class HeadLayout:
     """One head layout."""
 
     name: str
-    """Name in ``Capabilities.families`` and case ids: lower-case letters."""
+    """Name in ``HeadShapes.families`` and case ids: lower-case letters."""
     kv_heads: KVHeads
     """KV heads on one rank: as many as query heads, fewer but more than one, one, or any of these (states)."""
     family: str = "softmax"
@@ -37,7 +37,7 @@ class HeadLayout:
     usual_scaling: bool = True
     """Layers may use the scaling 1/sqrt(head_dim). False: models of this layout use other scalings."""
     by_layer: bool = True
-    """Layers of one model may differ in their heads (``Capabilities.heads_by_layer``)."""
+    """Layers of one model may differ in their heads (``HeadShapes.heads_by_layer``)."""
     wide_rows: bool = False
     """Rows are so wide that large cases have fewer heads and shorter contexts."""
     has_state: bool = False

@@ -41,11 +41,11 @@ class AttentionLayer(OfHeadLayout):
     head_dim: int
     """Width of a query and key row. For MLA (absorbed form): ``kv_lora_rank + rope``."""
     v_head_dim: int
-    """Width of a value and output row: ``head_dim``, or less with ``Capabilities.wider_keys``. For MLA:
+    """Width of a value and output row: ``head_dim``, or less with ``HeadShapes.wider_keys``. For MLA:
     ``kv_lora_rank``, the first part of the latent key."""
     scaling: float
     """Factor on q·k before the softmax. Never assume 1/sqrt(head_dim): models differ, and MLA always does. A kernel
-    that supports only that declares it: ``Capabilities.any_scaling``."""
+    that supports only that declares it: ``LayerOptions.any_scaling``."""
     sliding_window_size: int = -1
     """W: a row at position p sees keys p-W .. p, that is W+1 keys. -1: no window."""
     attention_chunk_size: int = 0

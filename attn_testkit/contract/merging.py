@@ -7,11 +7,11 @@ gives an output and its log-sum-exp. The weight of a split is the exponential of
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from .context import BackendContext
+from .declared import Declared, spelled
 from .kv_split import KVSplit
 from .modes import ForwardMode
 from .refusal import Refusal
@@ -26,7 +26,7 @@ SPLIT_KINDS = ("whole", "prefix", "pages", "tokens")
 
 
 @dataclass(frozen=True)
-class LogSumExp:
+class LogSumExp(Declared):
     """The log-sum-exp that ``forward_return_lse`` returns: ``Capabilities(lse=LogSumExp(base="2", whole={"decode"}))``.
 
     Raises ``ValueError`` for a wrong spelling, if no mode is named, and for KV splits in draft-decode.
@@ -52,17 +52,15 @@ class LogSumExp:
     merges: bool = False
     """True if the backend has a ``merge_state``."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name, known in (("base", LSE_BASES), ("layout", LSE_LAYOUTS), ("dtype", LSE_DTYPES)):
-            _spelled(name, getattr(self, name), known)
-        for name in SPLIT_KINDS:
-            object.__setattr__(self, name, _modes(name, getattr(self, name)))
+            spelled(f"LogSumExp.{name}", getattr(self, name), known)
+        self._check_modes(*SPLIT_KINDS)
         if not any(getattr(self, name) for name in SPLIT_KINDS):
             raise ValueError("LogSumExp names no mode; write whole={'decode'}, for instance")
         if ForwardMode.DRAFT_DECODE in self.prefix | self.pages | self.tokens:
             raise ValueError("LogSumExp: draft-decode has no KV splits; declare whole={'draft-decode'}")
-        if not isinstance(self.merges, bool):
-            raise ValueError(f"LogSumExp.merges must be True or False, got {self.merges!r}")
+        self._check_flags()
 
     def kinds(self, mode: ForwardMode) -> tuple[str, ...]:
         """Names of ``SPLIT_KINDS`` that are declared for a mode."""
@@ -83,18 +81,3 @@ def refused_splits(lse: LogSumExp | None, context: BackendContext) -> Iterator[R
 
     if not all(map(takes, context.kv_splits)):
         yield "log-sum-exp of", ", ".join(map(str, context.kv_splits))
-
-
-def _modes(name: str, values: object) -> frozenset[ForwardMode]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"LogSumExp.{name} must be a set of modes, got {values!r}; write {{{values!r}}}")
-    known = tuple(mode.value for mode in ForwardMode)
-    return frozenset(ForwardMode(_spelled(name, getattr(value, "value", value), known)) for value in values)
-
-
-def _spelled(name: str, value: object, known: tuple[str, ...]) -> str:
-    if value in known:
-        return str(value)
-    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"unknown LogSumExp.{name} {value!r}{hint} (known: {', '.join(known)})")

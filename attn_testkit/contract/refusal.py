@@ -33,12 +33,12 @@ def modes_outside(
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """A dtype as ``Capabilities.dtypes`` spells it."""
+    """A dtype as ``Precision.dtypes`` spells it."""
     return _DTYPE_NAMES.get(dtype, str(dtype))
 
 
 def kv_dtype_of(context: BackendContext) -> str:
-    """The dtype of the KV pool as ``Capabilities.kv_dtypes`` spells it."""
+    """The dtype of the KV pool as ``KVPools.kv_dtypes`` spells it."""
     pool = context.kv_pool
     if pool.dtype == context.dtype:
         return "same"

@@ -135,7 +135,7 @@ class RowFormat:
     """A row of the table."""
 
     name: str
-    """Value of ``Capabilities.kv_dtypes``."""
+    """Value of ``KVPools.kv_dtypes``."""
     planes: tuple[Plane, ...]
     """Planes in the order of their bytes, without gaps."""
     latent: bool

@@ -102,7 +102,7 @@ class ServerConventions(Declared):
     """True: a request of a draft-decode may have no key before the draft. Servers draft after a prefill, so theirs have
     at least one. Declare False if the planner relies on that."""
     eager_without_waits: bool = True
-    """True: eager plans and forwards do not wait for the device if ``needs_cpu_seq_lens`` is False; a wait fails
+    """True: eager plans and forwards do not wait for the device if ``Needs.cpu_seq_lens`` is False; a wait fails
     ``no-host-lengths``. Declare False if they may wait, as SGLang's Triton class does for windowed layers."""
     overlap_scheduling: bool = True
     """True: the server may plan the next step while the device still runs this one, including its copies from pinned
@@ -116,7 +116,7 @@ class ServerConventions(Declared):
     instance for each (``enable_two_batch_overlap`` of SGLang, dual batch overlap of vLLM). Each has its own pools and
     graph memory, so the two must share no scratch memory. False: one runs after the other."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         slots = self._listed("padding_slots")
         if not slots or not all(is_whole(slot) and slot in (0, -1) for slot in slots):
             raise ValueError(f"ServerConventions.padding_slots must be {{0}}, {{-1}} or {{0, -1}}, got {slots}")

@@ -47,7 +47,7 @@ class Spans(Declared):
     """True: some layers of a model may have spans and the others not, as in Gemma 4, where only windowed layers do.
     False: all layers have them, or none."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_modes("modes")
         self._check_flags()
         if others := sorted(self.modes - {ForwardMode.DECODE, ForwardMode.EXTEND}):

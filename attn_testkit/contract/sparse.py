@@ -41,7 +41,7 @@ class Indexer(Declared):
     """Is the indexer a part of ``forward``? Then ``forward`` gets ``q_index``, ``index_weights`` and ``k_index`` by
     name, no ``selected``, and neither ``store_index`` nor ``select`` is called."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         heads = self._listed("heads")
         if not heads or not all(is_whole(each) and each >= 1 for each in heads):
             raise ValueError(
@@ -89,7 +89,7 @@ class Sparse(Declared):
     indexer: Indexer | None = None
     """Indexer, if the backend selects keys too. Default: selections are given."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         topk = self._listed("topk")
         if not topk or not all(is_whole(each) and each >= 1 for each in topk):
             raise ValueError(f"Sparse.topk must be one or more whole numbers from 1 on, got {sorted(map(str, topk))}")

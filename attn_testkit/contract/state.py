@@ -27,7 +27,7 @@ KINDS = ("gdn", "kda", "mamba", "lightning")
 class State(Declared):
     """The recurrent states that a backend supports: ``Capabilities(state=State(k_dims={128}, dtypes={"fp32"}))``.
 
-    The kinds of layers are ``Capabilities.families`` (``gdn``, ``kda``, ``mamba``, ``lightning``), the numbers of value
+    The kinds of layers are ``HeadShapes.families`` (``gdn``, ``kda``, ``mamba``, ``lightning``), the numbers of value
     heads per key head ``gqa_ratios``, and the widths of a value ``head_dims``.
 
     Raises ``ValueError`` for a wrong spelling, and for sets that are empty.
@@ -84,7 +84,7 @@ class State(Declared):
     """Does the backend run a model with softmax layers between those that keep a state? Every case has both then, a
     ``forward`` of a softmax layer is given q, k and v, and the KV pool has those layers."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name, known in (
             ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),
             ("rollback", ROLLBACKS), ("continues", CONTINUES),
@@ -116,6 +116,8 @@ def refused_states(declared: State | None, context: BackendContext) -> Iterator[
 
 def _refused(declared: State, context: BackendContext, state: StateContext) -> Iterator[Refusal]:
     layers, verifies = state.layers, ForwardMode.TARGET_VERIFY in context.modes
+    if not declared.hybrid and not all(layer.head_layout.has_state for layer in context.layers):
+        yield "softmax layers next to layers that keep a state,", True
     yield from first_outside("width of a key", (layer.k_dim for layer in layers), declared.k_dims)
     yield from first_outside("state dtype", [name_of_dtype(state.pool.dtype)], declared.dtypes)
     yield from first_outside("convolution of width", (layer.conv_width for layer in layers), declared.conv_widths)

@@ -40,7 +40,7 @@ class Windows(Declared):
     chunked: Set[ForwardMode] = frozenset()
     """Modes in which ``attention_chunk_size`` is honored: chunked-local layers, next to layers that see all keys."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_modes("modes", "chunked")
         self._check_number("smallest", 0)
         spelled("layers", self.layers, LAYER_WINDOWS)

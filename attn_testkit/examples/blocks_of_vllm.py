@@ -7,18 +7,35 @@ from collections.abc import Sequence
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, KVLayer, KVPoolSpec, ServerConventions
+from ..contract import (
+    Bounds,
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVLayer,
+    KVPools,
+    KVPoolSpec,
+    Needs,
+    Promises,
+    ServerConventions,
+)
 
 
 class BlocksOfVllmBackend(KernelBackend):
     """Block table, sequence lengths, query offsets and slot mapping; K and V of a head share a row. Only chains."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
-        kv_layouts={"custom"}, page_sizes={16, 32}, max_q_rows=8, max_topk=1, max_draft_branches=4,
-        server=ServerConventions(padding_slots={0, -1}, takes_none_kv=True), needs_cpu_seq_lens=False,
-        deterministic=True,
-    )  # fmt: skip
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}),
+        kv_pool=KVPools(kv_layouts={"custom"}, page_sizes={16, 32}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+        server=ServerConventions(padding_slots={0, -1}, takes_none_kv=True),
+        needs=Needs(cpu_seq_lens=False),
+        promises=Promises(deterministic=True),
+    )
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:

@@ -5,16 +5,30 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, Indexer, KernelBackend, KernelPlan, Sparse
+from ..contract import (
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    Indexer,
+    KernelBackend,
+    KernelPlan,
+    Needs,
+    Precision,
+    Sparse,
+)
 
 
 class Fixed(KernelBackend):
     """Decode in plain torch: scores the index keys of a request, selects the best, and attends to them."""
 
     capabilities = Capabilities(
-        eager={ForwardMode.DECODE}, graph={ForwardMode.DECODE}, families={"mqa"}, gqa_ratios={4}, dtypes={"bf16"},
-        head_dims={64}, sparse=Sparse(topk={16}, indexer=Indexer(heads={4})), needs_cpu_seq_lens=False,
-    )  # fmt: skip
+        eager={ForwardMode.DECODE},
+        graph={ForwardMode.DECODE},
+        heads=HeadShapes(families={"mqa"}, gqa_ratios={4}, head_dims={64}),
+        precision=Precision(dtypes={"bf16"}),
+        sparse=Sparse(topk={16}, indexer=Indexer(heads={4})),
+        needs=Needs(cpu_seq_lens=False),
+    )
 
     def activated(self, products: torch.Tensor) -> torch.Tensor:
         """[requests, heads, keys]: only positive products of a query head count."""

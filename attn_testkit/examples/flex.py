@@ -6,7 +6,18 @@ import torch
 import torch._dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Windows
+from ..contract import (
+    Bounds,
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    Needs,
+    Precision,
+    Windows,
+)
 
 _BLOCK = 128
 # Modes, buckets and layers that share an instance are more shapes than torch's own 8; vLLM's backend raises it as well.
@@ -19,10 +30,15 @@ class FlexBackend(KernelBackend):
     nothing."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa"}, dtypes={"bf16", "fp16"},
-        page_sizes={1, 16, 64}, max_q_rows=8, max_topk=1, windows=Windows(frozenset(ForwardMode)),
-        needs_cpu_seq_lens=False,
-    )  # fmt: skip
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        heads=HeadShapes(families={"mha", "gqa"}),
+        precision=Precision(dtypes={"bf16", "fp16"}),
+        kv_pool=KVPools(page_sizes={1, 16, 64}),
+        bounds=Bounds(max_q_rows=8, max_topk=1),
+        windows=Windows(frozenset(ForwardMode)),
+        needs=Needs(cpu_seq_lens=False),
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         """One call for all requests, each padded to ``max_q_len`` rows. Shapes as in ``KernelBackend.run``."""

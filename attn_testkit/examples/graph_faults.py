@@ -14,7 +14,9 @@ from ..contract import BackendContext, ForwardBatch, KernelPlan
 from .minimal import MinimalBackend
 from .packed_stride import PackedStrideBackend as PackedStrideBackend
 
-_DECODE = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph={"decode"}, max_q_rows=1, max_topk=0)
+_DECODE = MinimalBackend.capabilities.with_changes(
+    eager={"decode"}, graph={"decode"}, bounds={"max_q_rows": 1, "max_topk": 0}
+)
 
 
 class _Planned(MinimalBackend):
@@ -61,7 +63,7 @@ class BakedMaxLength(_Planned):
     At capture every length is the fill value, so that number is one page (TensorRT-LLM #17273, vLLM #41834).
     """
 
-    capabilities = _DECODE.with_changes(needs_cpu_seq_lens=True)
+    capabilities = _DECODE.with_changes(needs={"cpu_seq_lens": True})
     max_len = 0
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+from ..contract import Bounds, Capabilities, ForwardMode, HeadShapes, KernelBackend, KernelPlan, KVPools, Needs
 
 
 class MinimalBackend(KernelBackend):
@@ -13,11 +13,10 @@ class MinimalBackend(KernelBackend):
     capabilities = Capabilities(
         eager=frozenset(ForwardMode),
         graph=frozenset(ForwardMode),
-        families={"mha", "gqa"},
-        page_sizes={1, 16},
-        max_q_rows=8,
-        max_topk=1,
-        needs_cpu_seq_lens=False,
+        heads=HeadShapes(families={"mha", "gqa"}),
+        kv_pool=KVPools(page_sizes={1, 16}),
+        bounds=Bounds(max_q_rows=8, max_topk=1),
+        needs=Needs(cpu_seq_lens=False),
     )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

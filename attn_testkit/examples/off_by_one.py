@@ -17,7 +17,7 @@ class OffByOneBackend(MinimalBackend):
     """Keys of a partly filled last page are missing. With 512 gaussian keys a tolerance of 3e-2 hides that."""
 
     capabilities = MinimalBackend.capabilities.with_changes(
-        eager={"decode"}, graph={"decode"}, page_sizes={16}, max_q_rows=1, max_topk=0
+        eager={"decode"}, graph={"decode"}, kv_pool={"page_sizes": {16}}, bounds={"max_q_rows": 1, "max_topk": 0}
     )
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:

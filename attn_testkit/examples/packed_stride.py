@@ -20,7 +20,9 @@ from .minimal import MinimalBackend
 class PackedStrideBackend(MinimalBackend):
     """Right in eager, and right in a graph as long as every request accepts all tokens."""
 
-    capabilities = MinimalBackend.capabilities.with_changes(eager={"draft-extend"}, graph={"draft-extend"}, max_topk=0)
+    capabilities = MinimalBackend.capabilities.with_changes(
+        eager={"draft-extend"}, graph={"draft-extend"}, bounds={"max_topk": 0}
+    )
     _captured = False
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:

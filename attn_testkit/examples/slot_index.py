@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions, Windows
+from ..contract import (
+    Bounds,
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    LayerOptions,
+    Needs,
+    Promises,
+    ServerConventions,
+    Windows,
+)
 from .slot_index_kernel import attend_slots, store_slots
 
 
@@ -12,11 +25,17 @@ class SlotIndexBackend(KernelBackend):
     """Every mode, only chains; pages of any size, which the kernel never sees."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
-        kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 4, 16, 64}, max_q_rows=8, max_topk=1, max_draft_branches=4,
-        windows=Windows(frozenset(ForwardMode)), logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
-        server=ServerConventions(takes_none_kv=True), deterministic=True,
-    )  # fmt: skip
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}),
+        kv_pool=KVPools(kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 4, 16, 64}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+        windows=Windows(frozenset(ForwardMode)),
+        options=LayerOptions(logit_cap=True, sinks=True),
+        needs=Needs(cpu_seq_lens=False),
+        server=ServerConventions(takes_none_kv=True),
+        promises=Promises(deterministic=True),
+    )
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows with the kernel's own writer."""

@@ -42,7 +42,7 @@ def random_cases(declared: Capabilities, mode: ForwardMode) -> st.SearchStrategy
     if not smallest_heads_first(declared):
         raise ValueError(f"{mode} is declared, but no head layout that goes with it is")
     # Cases longer than declared are drawn again: few are, and their length depends on all fields.
-    return _cases(declared, mode).filter(lambda case: case.context_len <= declared.max_context_len)
+    return _cases(declared, mode).filter(lambda case: case.context_len <= declared.bounds.max_context_len)
 
 
 @st.composite

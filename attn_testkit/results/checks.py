@@ -395,7 +395,7 @@ _TABLE = (
     ),
     Check(
         "no-host-lengths",
-        "With needs_cpu_seq_lens=False, host copies of lengths are None, and neither a plan nor an eager forward "
+        "If needs.cpu_seq_lens is False, host copies of lengths are None, and neither a plan nor an eager forward "
         "waits for the device.",
         "seq_lens.max().item() or .cpu() in a plan, a host list that becomes a device tensor at each step.",
         "sglang #27689, #28765, #26824",

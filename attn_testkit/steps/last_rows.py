@@ -1,7 +1,7 @@
 """The last rows of an extend step as steps of other modes: the same tokens with the same keys, in the same slots.
 
 A server that trains on its own output scores tokens in a prefill that it decoded or verified before, and both results
-have to agree in every bit (``Capabilities.mode_invariant``). Such a server decodes in graphs, so these steps are
+have to agree in every bit (``Promises.mode_invariant``). Such a server decodes in graphs, so these steps are
 replayed too.
 """
 
@@ -53,17 +53,17 @@ def last_rows_of(own: Schedule, declared: Capabilities) -> tuple[Schedule, ...]:
     two, unless the case has no padded requests.
     """
     case, first = own.case, own.steps[0]
-    if not declared.mode_invariant or not has_last_rows(case):
+    if not declared.promises.mode_invariant or not has_last_rows(case):
         return ()
     # Buckets that live requests fill have requests that the case does not name.
-    width = min(_MOST, declared.max_q_rows, *(request.new for request in first.requests))
+    width = min(_MOST, declared.bounds.max_q_rows, *(request.new for request in first.requests))
     if width < 1:
         return ()
     rows: dict[ForwardMode, Rows] = {ForwardMode.DECODE: Decode()}
     if width > 1:
         rows[ForwardMode.TARGET_VERIFY] = Verify(chain(width))
     # A row that attends new rows as they were given reads other numbers if there are fewer of them.
-    as_given = declared.new_rows_as_given if case.kv_dtype != "same" else frozenset()
+    as_given = declared.precision.new_rows_as_given if case.kv_dtype != "same" else frozenset()
     found = []
     for mode, each in rows.items():
         count = 1 if mode is ForwardMode.DECODE else width

@@ -15,7 +15,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 """Largest number of e4m3fn."""
 _SHARED = {"per_token_head": (3,), "per_token": (2, 3), "per_tensor": (1, 2, 3)}
-"""Dimensions of [L, T, Hq, D] along which values share a scale, by ``Capabilities.q_scale``."""
+"""Dimensions of [L, T, Hq, D] along which values share a scale, by ``Precision.q_scale``."""
 
 
 def group_largest(sizes: torch.Tensor, q_scale: str) -> torch.Tensor:

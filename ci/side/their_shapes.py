@@ -5,7 +5,6 @@ That kit tries head dim 16 and pages of 32 tokens, which the bridge does not dec
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import sglang_bugs
@@ -17,9 +16,10 @@ from side.shapes import HEAD_DIM
 
 def _wider(backend: Any) -> Any:
     declared = backend.capabilities
-    wide = dataclasses.replace(
-        declared, head_dims=declared.head_dims | {HEAD_DIM}, page_sizes=declared.page_sizes | {32},
-    )  # fmt: skip
+    wide = declared.with_changes(
+        heads={"head_dims": declared.heads.head_dims | {HEAD_DIM}},
+        kv_pool={"page_sizes": declared.kv_pool.page_sizes | {32}},
+    )
     return type(backend.__name__, (backend,), {"capabilities": wide, "__module__": __name__})
 
 

@@ -7,13 +7,11 @@ class MyDecode(AttentionBackend):
     capabilities = Capabilities(
         eager={"decode"},
         graph={"decode"},
-        families={"gqa"},
-        gqa_ratios={2, 8},
-        dtypes={"fp16"},
-        head_dims={64},
-        page_sizes={16},
-        max_context_len=4096,
-        needs_cpu_seq_lens=False,
+        heads={"families": {"gqa"}, "gqa_ratios": {2, 8}, "head_dims": {64}},
+        precision={"dtypes": {"fp16"}},
+        kv_pool={"page_sizes": {16}},
+        bounds={"max_context_len": 4096},
+        needs={"cpu_seq_lens": False},
     )
 
     def __init__(self, context):

@@ -22,15 +22,11 @@ class PlannedDecode(AttentionBackend):
     capabilities = Capabilities(
         eager={"decode", "target-verify"},
         graph={"decode", "target-verify"},
-        families={"mha", "gqa"},
-        gqa_ratios={2, 4, 8},
-        dtypes={"bf16"},
-        head_dims={64},
-        page_sizes={1, 16},
-        max_q_rows=8,
-        max_topk=1,
-        max_context_len=4096,
-        needs_cpu_seq_lens=False,
+        heads={"families": {"mha", "gqa"}, "gqa_ratios": {2, 4, 8}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"page_sizes": {1, 16}},
+        bounds={"max_q_rows": 8, "max_topk": 1, "max_context_len": 4096},
+        needs={"cpu_seq_lens": False},
     )
 
     def __init__(self, context: BackendContext) -> None:

@@ -20,13 +20,13 @@ def _lens(harness: ServerHarness, staged: StagedStep) -> torch.Tensor | None:
 
 def _lens_on_host(harness: ServerHarness, staged: StagedStep) -> list[int] | None:
     lens = _lens(harness, staged)
-    return None if lens is None or not harness.capabilities.needs_cpu_seq_lens else lens.tolist()
+    return None if lens is None or not harness.capabilities.needs.cpu_seq_lens else lens.tolist()
 
 
 def _lens_on_host_in_graph(batch: GraphBatch) -> list[int] | None:
     """Lengths, including lengths of padded requests."""
     lens: list[int] = batch.buffers.host["encoder_lens"][: batch.bs].tolist()
-    return lens if batch.harness.capabilities.needs_cpu_seq_lens else None
+    return lens if batch.harness.capabilities.needs.cpu_seq_lens else None
 
 
 def _slots(harness: ServerHarness, staged: StagedStep) -> torch.Tensor | None:

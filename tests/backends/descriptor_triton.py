@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan
+from attn_testkit.contract import Bounds, Capabilities, HeadShapes, KernelBackend, KernelPlan, KVPools, Needs, Precision
 
 
 @triton.jit
@@ -52,13 +52,11 @@ class DescriptorDecode(KernelBackend):
     capabilities = Capabilities(
         eager={"decode"},
         graph={"decode"},
-        families={"mha", "gqa"},
-        dtypes={"bf16", "fp16"},
-        head_dims={64},
-        page_sizes={16},
-        max_q_rows=1,
-        max_topk=0,
-        needs_cpu_seq_lens=False,
+        heads=HeadShapes(families={"mha", "gqa"}, head_dims={64}),
+        precision=Precision(dtypes={"bf16", "fp16"}),
+        kv_pool=KVPools(page_sizes={16}),
+        bounds=Bounds(max_q_rows=1, max_topk=0),
+        needs=Needs(cpu_seq_lens=False),
     )
     masks_values: ClassVar[bool] = True
 

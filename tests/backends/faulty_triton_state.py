@@ -11,7 +11,9 @@ from attn_testkit.backends.triton_state import TritonStateBackend
 from attn_testkit.contract import BackendContext, ForwardBatch, State, StateLayer
 
 SMALL = TritonStateBackend.capabilities.with_changes(
-    gqa_ratios={2}, head_dims={64}, dtypes={"bf16"}, state=State(k_dims={64}, strided=True, snapshots={16})
+    heads={"gqa_ratios": {2}, "head_dims": {64}},
+    precision={"dtypes": {"bf16"}},
+    state=State(k_dims={64}, strided=True, snapshots={16}),
 )
 
 
@@ -46,7 +48,7 @@ class StridesByTheShape(TritonStateBackend):
 class LastTileOfValuesUnmasked(TritonStateBackend):
     """Values are counted up to whole tiles: the last tile of a head is the first values of the next one."""
 
-    capabilities = SMALL.with_changes(head_dims={96})
+    capabilities = SMALL.with_changes(heads={"head_dims": {96}})
 
     @override
     def sizes(self, layer: StateLayer) -> dict[str, int]:

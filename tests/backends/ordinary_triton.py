@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan
+from attn_testkit.contract import Bounds, Capabilities, HeadShapes, KernelBackend, KernelPlan, KVPools, Needs, Precision
 
 
 @triton.autotune([triton.Config({"BLOCK": 32}, num_warps=4), triton.Config({"BLOCK": 64}, num_warps=8)], key=["D"])
@@ -54,13 +54,11 @@ class FlashDecode(KernelBackend):
     capabilities = Capabilities(
         eager={"decode"},
         graph={"decode"},
-        families={"mha", "gqa"},
-        dtypes={"bf16"},
-        head_dims={64},
-        page_sizes={16},
-        max_q_rows=1,
-        max_topk=0,
-        needs_cpu_seq_lens=False,
+        heads=HeadShapes(families={"mha", "gqa"}, head_dims={64}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={16}),
+        bounds=Bounds(max_q_rows=1, max_topk=0),
+        needs=Needs(cpu_seq_lens=False),
     )
     precision: ClassVar[str | None] = None
 

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    Needs,
+    Precision,
+    ServerConventions,
+)
 from attn_testkit.examples.slot_index_kernel import attend, attend_slots, read_rows
 
 MODES = frozenset(
@@ -19,10 +30,16 @@ class RaggedPrefillBackend(KernelBackend):
     """New rows are stored by the kernel that attends them, and chains alone are verified."""
 
     capabilities = Capabilities(
-        eager=MODES, graph=MODES, families={"mha", "gqa"}, dtypes={"bf16"}, kv_dtypes={"same", "fp8_e4m3"},
-        page_sizes={1, 16}, max_q_rows=8, max_topk=1, windows=MODES, needs_cpu_seq_lens=False,
-        new_rows_as_given=MODES, server=ServerConventions(takes_none_kv=True),
-    )  # fmt: skip
+        eager=MODES,
+        graph=MODES,
+        heads=HeadShapes(families={"mha", "gqa"}),
+        precision=Precision(dtypes={"bf16"}, new_rows_as_given=MODES),
+        kv_pool=KVPools(kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 16}),
+        bounds=Bounds(max_q_rows=8, max_topk=1),
+        windows=MODES,
+        needs=Needs(cpu_seq_lens=False),
+        server=ServerConventions(takes_none_kv=True),
+    )
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """``run`` does it."""

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_testkit.contract import Capabilities, KernelBackend
+from attn_testkit.contract import Bounds, Capabilities, HeadShapes, KernelBackend, KVPools, Needs, Precision
 
 SPLITS = 3
 
@@ -58,9 +58,14 @@ class ByTicket(KernelBackend):
     """The last program to arrive merges."""
 
     capabilities = Capabilities(
-        eager={"decode"}, graph={"decode"}, families={"mha", "gqa"}, dtypes={"bf16"}, head_dims={64}, page_sizes={16},
-        max_q_rows=1, needs_cpu_seq_lens=False,
-    )  # fmt: skip
+        eager={"decode"},
+        graph={"decode"},
+        heads=HeadShapes(families={"mha", "gqa"}, head_dims={64}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={16}),
+        bounds=Bounds(max_q_rows=1),
+        needs=Needs(cpu_seq_lens=False),
+    )
     by_ticket = True
 
     def __init__(self, context) -> None:

@@ -28,7 +28,7 @@ def test_a_backend_over_a_pool_of_its_own_conforms(mode: str, execution: str) ->
 
 
 class Forgets(MinimalBackend):
-    capabilities = MinimalBackend.capabilities.with_changes(kv_layouts={"custom"})
+    capabilities = MinimalBackend.capabilities.with_changes(kv_pool={"kv_layouts": {"custom"}})
 
 
 class Breaks(Forgets):

@@ -105,7 +105,9 @@ def test_a_prefill_kernel_that_reads_new_rows_where_they_are_conforms(mode: str,
 
 
 class SaysNothing(RaggedPrefillBackend):
-    capabilities = RaggedPrefillBackend.capabilities.with_changes(new_rows_as_given=(), kv_dtypes={"fp8_e4m3"})
+    capabilities = RaggedPrefillBackend.capabilities.with_changes(
+        precision={"new_rows_as_given": ()}, kv_pool={"kv_dtypes": {"fp8_e4m3"}}
+    )
 
 
 def test_without_the_capability_it_is_reported_what_to_declare() -> None:

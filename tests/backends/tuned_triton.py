@@ -46,7 +46,7 @@ class TunedAndWaiting(Tuned):
 class TunedByLength(Tuned):
     """A kernel is tuned anew for every longest request."""
 
-    capabilities = Tuned.capabilities.with_changes(needs_cpu_seq_lens=True, graph=frozenset())
+    capabilities = Tuned.capabilities.with_changes(needs={"cpu_seq_lens": True}, graph=frozenset())
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         assert batch.seq_lens_cpu is not None

@@ -72,8 +72,8 @@ def test_options_that_exclude_much_meet_heads_pages_formats_layouts_and_server_v
     }
     for name, has in options.items():
         found = [case for case in core(EXTEND) if has(case)]
-        assert {case.kv_layout for case in found} == CAPABILITIES.kv_layouts, name
-        assert {case.kv_dtype for case in found} == CAPABILITIES.kv_dtypes, name
+        assert {case.kv_layout for case in found} == CAPABILITIES.kv_pool.kv_layouts, name
+        assert {case.kv_dtype for case in found} == CAPABILITIES.kv_pool.kv_dtypes, name
         assert len({case.page_size for case in found}) == 5, name
         assert {"overlap_scheduling"} <= {word for case in found for word in case.variants}, name
         assert max(max(case.prefixes) for case in found) >= 600, name
@@ -100,9 +100,11 @@ def test_the_first_rows_are_plain() -> None:
 
 def test_what_is_not_declared_is_in_no_row() -> None:
     narrow = CAPABILITIES.with_changes(
-        lse=None, kv_groups=False, non_causal=(), alibi=(), kv_layouts={"nhd"},
+        lse=None,
+        kv_pool={"kv_groups": False, "kv_layouts": {"nhd"}},
+        options={"non_causal": (), "alibi": ()},
         server={"takes_out": False, "takes_more_rows": False, "takes_bare_chains": False},
-    )  # fmt: skip
+    )
     for mode in ForwardMode:
         words = {word for case in core(mode, narrow) for word in case.variants}
         assert words <= {"empty_batches", "zero_length_padding", "seq_lens_with_new", "overlap_scheduling",

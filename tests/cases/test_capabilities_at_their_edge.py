@@ -21,5 +21,5 @@ def test_four_accepted_rows_of_two_requests_divide_by_the_batch_size(rows: int, 
     def is_it(case: Case) -> bool:
         return (case.prefixes, case.new, case.width) == ((5, 9), (1, 3), 4)
 
-    assert any(map(is_it, core(ForwardMode.DRAFT_EXTEND, max_q_rows=rows))) is tried
-    assert not any(map(is_it, core(ForwardMode.DRAFT_EXTEND_V2, max_q_rows=rows)))
+    assert any(map(is_it, core(ForwardMode.DRAFT_EXTEND, bounds={"max_q_rows": rows}))) is tried
+    assert not any(map(is_it, core(ForwardMode.DRAFT_EXTEND_V2, bounds={"max_q_rows": rows})))

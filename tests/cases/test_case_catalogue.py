@@ -27,15 +27,11 @@ def declared(**changes: object) -> Capabilities:
     every = {
         "eager": set(ForwardMode),
         "graph": set(ForwardMode),
-        "families": {"mha", "gqa"},
-        "gqa_ratios": {2},
-        "head_dims": {64},
-        "page_sizes": {16},
-        "max_q_rows": 8,
-        "max_topk": 8,
-        "max_context_len": 1 << 13,
+        "heads": {"families": {"mha", "gqa"}, "gqa_ratios": {2}, "head_dims": {64}},
+        "kv_pool": {"page_sizes": {16}},
+        "bounds": {"max_q_rows": 8, "max_topk": 8, "max_context_len": 1 << 13},
     }
-    return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
+    return Capabilities(**every).with_changes(**changes)  # type: ignore[arg-type]
 
 
 def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
@@ -56,7 +52,7 @@ def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Ca
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33, 39, 40])
 @pytest.mark.parametrize("mode", [VERIFY, V1, V2], ids=str)
 def test_requests_have_as_many_rows_as_are_declared_and_never_more(mode: ForwardMode, rows: int) -> None:
-    cases = core(mode, max_q_rows=rows)
+    cases = core(mode, bounds={"max_q_rows": rows})
     every = [each for case in cases for each in (case, *co_residents(case, set(ForwardMode), rows, 8))]
     assert max(case.width for case in every) == rows
     widths = {case.width for case in cases}
@@ -66,14 +62,14 @@ def test_requests_have_as_many_rows_as_are_declared_and_never_more(mode: Forward
         assert (40 in widths) is (rows >= 40)
         assert all(case.tree is not None and len(case.tree) == case.width for case in cases)
     elif rows > 6:
-        assert max(case.width for case in picked(mode, max_q_rows=rows)) == min(rows, 33), (
+        assert max(case.width for case in picked(mode, bounds={"max_q_rows": rows})) == min(rows, 33), (
             "rows times heads of a KV head are more than one tile"
         )
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4])
 def test_trees_branch_as_widely_as_is_declared_and_never_more(topk: int) -> None:
-    cases = picked(VERIFY, max_q_rows=64, max_topk=topk)
+    cases = picked(VERIFY, bounds={"max_q_rows": 64, "max_topk": topk})
     assert {case.topk for case in cases} == set(range(1, min(topk, 3) + 1))
     assert any(case.width == 40 for case in cases) is (topk >= 3)
     assert max(each.topk for case in cases for each in co_residents(case, {VERIFY, DECODE}, 8, topk)) <= topk
@@ -83,7 +79,7 @@ def test_trees_branch_as_widely_as_is_declared_and_never_more(topk: int) -> None
 @pytest.mark.parametrize("context", [100, 128, 200, 300, 350, 512, 4200])
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
 def test_no_step_of_a_case_is_longer_than_is_declared(mode: ForwardMode, context: int) -> None:
-    wanted = declared(page_sizes={1, 16, 64}, max_context_len=context)
+    wanted = declared(kv_pool={"page_sizes": {1, 16, 64}}, bounds={"max_context_len": context})
     # Another seed has other derived parameters, which add tokens; one short and one long context show it.
     for seed in (0, 5) if context in (128, 350) else (0,):
         cases = generate(wanted, mode, "core", seed)
@@ -95,8 +91,8 @@ def test_no_step_of_a_case_is_longer_than_is_declared(mode: ForwardMode, context
 def test_a_case_that_fills_what_is_declared_to_the_last_token_is_tried() -> None:
     for case in core(DECODE)[:6]:
         length = make_schedule(case).max_context_len
-        assert case in core(DECODE, max_context_len=length)
-        assert case not in core(DECODE, max_context_len=length - 1)
+        assert case in core(DECODE, bounds={"max_context_len": length})
+        assert case not in core(DECODE, bounds={"max_context_len": length - 1})
 
 
 def test_a_window_with_a_branching_tree_is_tried_where_it_is_declared_alone() -> None:
@@ -121,34 +117,42 @@ def test_a_window_with_a_branching_tree_is_tried_where_it_is_declared_alone() ->
 def test_groups_are_the_smallest_one_that_is_no_power_of_two_and_the_largest(
     ratios: set[int], groups: set[int]
 ) -> None:
-    cases = picked(DECODE, families={"gqa"}, gqa_ratios=ratios)
+    cases = picked(DECODE, heads={"families": {"gqa"}, "gqa_ratios": ratios})
     assert {case.heads.q_heads // case.heads.kv_heads for case in cases} == groups
     assert {case.heads.kv_heads for case in cases} == {2, 3}
 
 
 def test_a_group_of_16_beside_mla_has_no_rope() -> None:
-    cases = core(DECODE, families={"gqa", "mla"}, gqa_ratios={2, 16}, head_dims={64, 512}, mla_rope_dims={32})
+    cases = core(
+        DECODE, heads={"families": {"gqa", "mla"}, "gqa_ratios": {2, 16}, "head_dims": {64, 512}, "mla_rope_dims": {32}}
+    )
     assert {c.rope_dim for c in cases if c.heads.family == "gqa"} == {0}
     assert {c.rope_dim for c in cases if c.heads.family == "mla"} == {32}
 
 
 def test_families_have_the_heads_that_define_them() -> None:
-    assert {case.heads for case in core(DECODE, families={"mha"})} == {Heads("mha", n, n) for n in (1, 2, 3, 128)}
-    assert {c.heads for c in picked(DECODE, families={"mqa"}, gqa_ratios={1, 3, 6})} == {Heads("mqa", 3, 1)}
-    mla = picked(DECODE, families={"mla"}, gqa_ratios={2, 8, 16, 128}, head_dims={512}, mla_rope_dims={64})
+    assert {case.heads for case in core(DECODE, heads={"families": {"mha"}})} == {
+        Heads("mha", n, n) for n in (1, 2, 3, 128)
+    }
+    assert {c.heads for c in picked(DECODE, heads={"families": {"mqa"}, "gqa_ratios": {1, 3, 6}})} == {
+        Heads("mqa", 3, 1)
+    }
+    mla = picked(
+        DECODE, heads={"families": {"mla"}, "gqa_ratios": {2, 8, 16, 128}, "head_dims": {512}, "mla_rope_dims": {64}}
+    )
     assert {case.heads.q_heads for case in mla} == {2, 16, 128}
     assert {(case.head_dim, case.rope_dim) for case in mla} == {(512, 64)}
-    assert {c.heads.q_heads for c in picked(DECODE, families={"mla"}, gqa_ratios={8, 12})} == {8}
+    assert {c.heads.q_heads for c in picked(DECODE, heads={"families": {"mla"}, "gqa_ratios": {8, 12}})} == {8}
 
 
 def test_values_are_the_smallest_the_largest_and_some_between() -> None:
     sizes = {1, 2, 4, 8, 16, 32, 64, 128, 256}
-    assert {case.page_size for case in picked(DECODE, page_sizes=sizes)} == {1, 4, 16, 64, 256}
-    smoke = generate(declared(page_sizes=sizes), DECODE, "smoke")
+    assert {case.page_size for case in picked(DECODE, kv_pool={"page_sizes": sizes})} == {1, 4, 16, 64, 256}
+    smoke = generate(declared(kv_pool={"page_sizes": sizes}), DECODE, "smoke")
     assert {case.page_size for case in smoke} == {1, 16, 256}
-    found = picked(DECODE, head_dims={32, 64, 96, 128, 256, 512})
+    found = picked(DECODE, heads={"head_dims": {32, 64, 96, 128, 256, 512}})
     assert {case.head_dim for case in found if "bigpool" not in case.variants} == {32, 96, 256}
-    assert {case.head_dim for case in core(DECODE, head_dims={512})} == {512}
+    assert {case.head_dim for case in core(DECODE, heads={"head_dims": {512}})} == {512}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_values_are_the_smallest_the_largest_and_some_between() -> None:
     ],
 )
 def test_lengths_lie_at_the_edges_of_pages_and_tiles(name: str, page: int, lens: tuple[int, ...]) -> None:
-    assert lens in {case.prefixes for case in core(DECODE, page_sizes={page})}, name
+    assert lens in {case.prefixes for case in core(DECODE, kv_pool={"page_sizes": {page}})}, name
 
 
 def test_the_rows_of_a_request_lie_on_both_sides_of_a_tile() -> None:
@@ -215,7 +219,7 @@ def test_draft_extend_has_a_sum_that_divides_by_the_batch_size() -> None:
 
 
 def test_mla_tries_66000_keys_in_full_alone_and_as_many_heads_as_there_are() -> None:
-    mla = {"families": {"mla"}, "head_dims": {512}}
+    mla = {"heads": {"families": {"mla"}, "head_dims": {512}}}
     assert not any(map(NAMED["66,000 keys"], every(DECODE, **mla)))
     assert sum(map(NAMED["66,000 keys"], every(DECODE, "full", **mla))) == 1
     assert max(case.heads.q_heads for case in every(DECODE, **mla)) == 128

@@ -11,7 +11,7 @@ from attn_testkit.cases.rows import Accepted, Decode, Verify
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.catalogue.array import array_of
 from attn_testkit.catalogue.tiers import TIERS, generate
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Bounds, Capabilities, ForwardMode, HeadShapes, KVPools
 from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities
@@ -102,12 +102,9 @@ def test_core_meets_every_pair_of_declared_values(mode: ForwardMode) -> None:
 def test_nothing_undeclared_is_tried() -> None:
     declared = Capabilities(
         eager={"target-verify"},
-        families={"gqa"},
-        gqa_ratios={5},
-        head_dims={96},
-        page_sizes={8},
-        max_q_rows=5,
-        max_topk=1,
+        heads=HeadShapes(families={"gqa"}, gqa_ratios={5}, head_dims={96}),
+        kv_pool=KVPools(page_sizes={8}),
+        bounds=Bounds(max_q_rows=5, max_topk=1),
     )
     for tier in TIERS:
         for case in generate(declared, ForwardMode.TARGET_VERIFY, tier):

@@ -26,10 +26,10 @@ def test_it_has_other_heads_and_other_pages_and_all_else_alike(own: Case) -> Non
 @pytest.mark.parametrize(
     ("changes", "page", "q_heads"),
     [
-        ({"page_sizes": {16}}, 16, 2),
-        ({"page_sizes": {16, 128, 256}}, 128, 2),
-        ({"page_sizes": {16, 64, 128}}, 64, 2),
-        ({"families": {"gqa"}, "gqa_ratios": {2}}, 1, 4),
+        ({"kv_pool": {"page_sizes": {16}}}, 16, 2),
+        ({"kv_pool": {"page_sizes": {16, 128, 256}}}, 128, 2),
+        ({"kv_pool": {"page_sizes": {16, 64, 128}}}, 64, 2),
+        ({"heads": {"families": {"gqa"}, "gqa_ratios": {2}}}, 1, 4),
     ],
 )
 def test_what_is_not_declared_it_has_not(changes: dict[str, object], page: int, q_heads: int) -> None:

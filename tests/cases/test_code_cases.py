@@ -39,13 +39,15 @@ def codes(declared: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
 
 @pytest.mark.parametrize(("family", "far"), [("mla", 1025), ("gqa", 4097)])
 def test_long_decodes_are_counted_in_up_to_five_other_page_sizes(family: str, far: int) -> None:
-    declared = CAPABILITIES.with_changes(families={family}, page_sizes={1, 2, 4, 8, 16, 32, 64, 256})
+    declared = CAPABILITIES.with_changes(
+        heads={"families": {family}}, kv_pool={"page_sizes": {1, 2, 4, 8, 16, 32, 64, 256}}
+    )
     found = [case for case in every_code_case(declared, ForwardMode.DECODE, "core") if of_other_pages(case)]
     assert [case.page_size for case in found] == [1, 4, 8, 32, 256]
     assert [case.prefixes[0] for case in found] == [far + 2 * page + page // 2 for page in (1, 4, 8, 32, 256)]
     verify = every_code_case(declared, ForwardMode.TARGET_VERIFY, "core")
     assert not any(of_other_pages(case) for case in verify)
-    alone = every_code_case(declared.with_changes(page_sizes={16}), ForwardMode.DECODE, "core")
+    alone = every_code_case(declared.with_changes(kv_pool={"page_sizes": {16}}), ForwardMode.DECODE, "core")
     assert not any(of_other_pages(case) for case in alone)
 
 
@@ -112,11 +114,11 @@ def test_smoke_has_a_short_one_of_decode_and_full_has_the_longest() -> None:
 def test_every_key_of_the_longest_request_of_a_mode_is_counted_in_core(mode: ForwardMode) -> None:
     """With one-hot values a case watches as many keys as there are channels: of 66,000 one in thousand."""
     for family in ("gqa", "mla"):
-        found = generate(CAPABILITIES.with_changes(families={family}, heads_by_layer=False), mode, "core")
+        found = generate(CAPABILITIES.with_changes(heads={"families": {family}, "heads_by_layer": False}), mode, "core")
         counted = max(max(case.prefixes) for case in found if case.data == CODES)
         assert counted == max(max(case.prefixes) for case in found), family
         assert family == "mla" or counted == 66_000
-    short = generate(CAPABILITIES.with_changes(max_context_len=9000), mode, "core")
+    short = generate(CAPABILITIES.with_changes(bounds={"max_context_len": 9000}), mode, "core")
     assert max(max(case.prefixes) for case in short if case.data == CODES) > 8900
 
 
@@ -146,7 +148,7 @@ def test_a_decode_that_leaves_one_key_out_of_66_000_fails_a_case_of_core(longest
 
 
 def test_mla_has_shorter_ones_in_core() -> None:
-    declared = CAPABILITIES.with_changes(families={"mla"}, head_dims={512})
+    declared = CAPABILITIES.with_changes(heads={"families": {"mla"}, "head_dims": {512}})
     lens = {tier: [case.prefixes for case in codes(declared, ForwardMode.DECODE, tier)] for tier in ("core", "full")}
     assert lens["core"] == [(4096, 300, 33), (1500, 70, 9), (16_384,)]
     assert lens["full"] == [*lens["core"], (4097, 300, 33), (66_001, 1500, 33)]
@@ -155,13 +157,16 @@ def test_mla_has_shorter_ones_in_core() -> None:
 
 def test_options_are_those_that_are_declared() -> None:
     few = CAPABILITIES.with_changes(
-        kv_dtypes={"same"}, windows=(), sinks=False, logit_cap=False, dtypes={"fp16"}, page_sizes={1, 64},
-        head_dims={64, 256},
-    )  # fmt: skip
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {1, 64}},
+        windows=(),
+        options={"sinks": False, "logit_cap": False},
+        precision={"dtypes": {"fp16"}},
+        heads={"head_dims": {64, 256}},
+    )
     for case in codes(few, ForwardMode.DECODE, "core"):
         assert (case.dtype, case.page_size, case.head_dim, case.kv_dtype) == ("fp16", 1, 64, "same")
         assert (case.window, case.sinks, case.logit_cap) == (-1, False, 0.0)
-    wide = codes(CAPABILITIES.with_changes(head_dims={256}), ForwardMode.DECODE, "core")
+    wide = codes(CAPABILITIES.with_changes(heads={"head_dims": {256}}), ForwardMode.DECODE, "core")
     assert {case.head_dim for case in wide} == {256}
     trees = codes(CAPABILITIES.with_changes(windows={"in_trees": False}), ForwardMode.TARGET_VERIFY, "core")
     assert all(case.window < 0 or case.topk < 2 for case in trees)

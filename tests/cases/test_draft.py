@@ -12,7 +12,15 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.co_residents import co_residents, declared_co_residents
 from attn_testkit.cases.draft import Draft
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import Capabilities, DraftDecodeInput, ForwardMode, ServerConventions
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    DraftDecodeInput,
+    ForwardMode,
+    HeadShapes,
+    KVPools,
+    ServerConventions,
+)
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.foreign_slots import tail_slots
 from attn_testkit.steps.schedule import make_schedule
@@ -127,16 +135,22 @@ def test_a_draft_goes_with_its_mode_alone() -> None:
 
 
 def declared(**changes: object) -> Capabilities:
-    every: dict[str, object] = {"eager": {DRAFT, DECODE}, "graph": {DRAFT, DECODE}, "max_context_len": 1 << 13}
-    return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
+    every: dict[str, object] = {
+        "eager": {DRAFT, DECODE},
+        "graph": {DRAFT, DECODE},
+        "bounds": {"max_context_len": 1 << 13},
+    }
+    return Capabilities(**every).with_changes(**changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("most", "tried"), [(1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (7, {1, 2, 3, 4, 7})])
 def test_drafts_have_as_many_branches_as_are_declared_and_never_more(most: int, tried: set[int]) -> None:
-    cases = generate(declared(max_draft_branches=most), DRAFT, "core")
+    cases = generate(declared(bounds={"max_draft_branches": most}), DRAFT, "core")
     assert {each.draft.branches for each in cases if each.draft} == tried
     assert {each.draft.steps for each in cases if each.draft} >= {2, 4, 7}
-    hosts = [each for each in generate(declared(max_draft_branches=most), DECODE, "core") if each.multi_mode]
+    hosts = [
+        each for each in generate(declared(bounds={"max_draft_branches": most}), DECODE, "core") if each.multi_mode
+    ]
     (draft,) = (each.draft for host in hosts for each in co_residents(host, {DRAFT}, 1, max_draft_branches=most))
     assert draft == Draft(min(2, most), 3)
 
@@ -144,7 +158,7 @@ def test_drafts_have_as_many_branches_as_are_declared_and_never_more(most: int, 
 def test_capabilities_of_draft_decode_are_whole_numbers_from_1_on() -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="max_draft_branches must be a whole number from 1 on"):
-            declared(max_draft_branches=wrong)
+            declared(bounds={"max_draft_branches": wrong})
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(1, None), (2, None), (3, 2), (4, 3), (9, 3)])
@@ -161,8 +175,8 @@ def test_who_declares_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str
     declared = Capabilities(
         eager={DRAFT},
         graph={DRAFT},
-        families={"gqa"},
-        max_draft_branches=4,
+        heads=HeadShapes(families={"gqa"}),
+        bounds=Bounds(max_draft_branches=4),
         server=ServerConventions(drafts_without_prefix=False),
     )
     asked = generate(declared.with_changes(server={"drafts_without_prefix": True}), DRAFT, tier)
@@ -179,7 +193,7 @@ def test_a_draft_that_shares_an_instance_has_no_empty_prefix_either() -> None:
     declared = Capabilities(
         eager={DECODE, DRAFT},
         graph={DECODE, DRAFT},
-        page_sizes={8},
+        kv_pool=KVPools(page_sizes={8}),
         server=ServerConventions(drafts_without_prefix=False),
     )
     (draft,) = declared_co_residents(declared, host, {DRAFT})

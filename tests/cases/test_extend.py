@@ -36,8 +36,12 @@ def prefixes(step: Step) -> list[int]:
 
 
 def declared(**changes: object) -> Capabilities:
-    every: dict[str, object] = {"eager": {"extend"}, "graph": {"extend"}, "gqa_ratios": {1}, "head_dims": {64}}
-    return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
+    every: dict[str, object] = {
+        "eager": {"extend"},
+        "graph": {"extend"},
+        "heads": {"gqa_ratios": {1}, "head_dims": {64}},
+    }
+    return Capabilities(**every).with_changes(**changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_core_meets_what_prefill_bugs_are_made_of() -> None:
 
 def test_no_case_has_more_new_tokens_than_are_declared_and_one_has_so_many() -> None:
     for most in (1, 2, 7, 40, 400, 600):
-        supported = declared(max_extend_tokens=most, max_q_rows=3)
+        supported = declared(bounds={"max_extend_tokens": most, "max_q_rows": 3})
         cases = generate(supported, EXTEND, "core")
         every = [e for c in cases for e in (c, *(co_residents(c, {EXTEND}, 3, 1, most) if c.multi_mode else ()))]
         assert max(each.most_new for each in every) == min(most, 520)

@@ -15,7 +15,7 @@ from attn_testkit.steps.numerics import Numerics
 from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities
-IN_FP8 = CAPABILITIES.with_changes(matmul_dtype="fp8_e4m3", q_scale="per_token")
+IN_FP8 = CAPABILITIES.with_changes(precision={"matmul_dtype": "fp8_e4m3", "q_scale": "per_token"})
 SCALED = "large_and_small_queries"
 UNSCALED = [data for data in EXTREME_DATA if data != SCALED]
 EXTREMES = {mode: [c for c in generate(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
@@ -38,32 +38,34 @@ def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> 
 
 def test_only_what_is_declared_and_not_in_smoke() -> None:
     assert extremes(CAPABILITIES, "smoke") == []
-    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"same"})) == [
+    assert extremes(CAPABILITIES.with_changes(kv_pool={"kv_dtypes": {"same"}})) == [
         "large_and_small_values",
         "large_and_small_values",
         "fp16_overflow",
         "beyond_fp16",
     ]
-    assert extremes(CAPABILITIES.with_changes(dtypes={"bf16"})) == [
+    assert extremes(CAPABILITIES.with_changes(precision={"dtypes": {"bf16"}})) == [
         "saturated",
         "large_and_small_values",
         "large_queries",
         "beyond_fp16",
     ]
-    assert extremes(CAPABILITIES.with_changes(dtypes={"fp32"})) == ["saturated", "large_queries"], "nothing of 16 bits"
-    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "large_queries"]
+    assert extremes(CAPABILITIES.with_changes(precision={"dtypes": {"fp32"}})) == ["saturated", "large_queries"], (
+        "nothing of 16 bits"
+    )
+    assert extremes(CAPABILITIES.with_changes(kv_pool={"kv_dtypes": {"fp8_e4m3"}})) == ["saturated", "large_queries"]
     assert extremes(CAPABILITIES) == ["saturated", "large_and_small_values", *UNSCALED[1:-1]]
-    assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == [
+    assert extremes(IN_FP8.with_changes(kv_pool={"kv_dtypes": {"same"}})) == [
         "large_and_small_values",
         "large_and_small_values",
         "fp16_overflow",
         "beyond_fp16",
     ]
-    unscaled = CAPABILITIES.with_changes(matmul_dtype="fp8_e4m3_unscaled")
+    unscaled = CAPABILITIES.with_changes(precision={"matmul_dtype": "fp8_e4m3_unscaled"})
     assert extremes(unscaled) == ["saturated", "large_and_small_values", *UNSCALED[1:]], (
         "and those who say that they lose them have them too"
     )
-    a_key_less = CAPABILITIES.with_changes(max_context_len=4096)
+    a_key_less = CAPABILITIES.with_changes(bounds={"max_context_len": 4096})
     assert extremes(a_key_less) == ["saturated", "large_queries", "fp16_overflow", "beyond_fp16"], (
         "with its token it is longer"
     )

@@ -112,9 +112,9 @@ def test_one_loop_has_all_options_that_are_declared_for_its_modes_and_another_no
     [
         ({"windows": {ForwardMode.DRAFT_DECODE}}, -1, "fp8_e4m3"),
         ({"windows": {"in_trees": False}}, -1, "fp8_e4m3"),
-        ({"new_rows_as_given": {ForwardMode.TARGET_VERIFY}}, 11, "same"),
-        ({"matmul_dtype": "fp8_e4m3", "q_scale": "per_token"}, 11, "same"),
-        ({"kv_dtypes": {"same"}}, 11, "same"),
+        ({"precision": {"new_rows_as_given": {ForwardMode.TARGET_VERIFY}}}, 11, "same"),
+        ({"precision": {"matmul_dtype": "fp8_e4m3", "q_scale": "per_token"}}, 11, "same"),
+        ({"kv_pool": {"kv_dtypes": {"same"}}}, 11, "same"),
     ],
 )
 def test_an_option_that_a_mode_of_the_loop_does_not_take_is_left_out(
@@ -126,13 +126,15 @@ def test_an_option_that_a_mode_of_the_loop_does_not_take_is_left_out(
 
 
 def test_a_backend_of_fp8_pools_alone_has_loops_of_them() -> None:
-    declared = TorchNativeBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
+    declared = TorchNativeBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_e4m3"}})
     assert {case.kv_dtype for case in loops(declared)} == {"fp8_e4m3"}
 
 
 def test_a_backend_of_packed_rows_alone_has_cases_and_no_loop() -> None:
     declared = TorchNativeBackend.capabilities.with_changes(
-        kv_dtypes={"int8_per_token_head"}, dtypes={"bf16"}, families={"gqa"}, heads_by_layer=False
+        kv_pool={"kv_dtypes": {"int8_per_token_head"}},
+        precision={"dtypes": {"bf16"}},
+        heads={"families": {"gqa"}, "heads_by_layer": False},
     )
     for mode in (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY):
         assert generate(declared, mode, "smoke")
@@ -144,7 +146,7 @@ def test_the_loop_of_target_verify_has_kv_groups_and_needs_decode_and_extend() -
     (case,) = loops(declared, verify)
     assert case.layers.groups
     assert (case.window, case.sinks) == (11, True)
-    (alone,) = loops(declared.with_changes(kv_groups=False), verify)
+    (alone,) = loops(declared.with_changes(kv_pool={"kv_groups": False}), verify)
     assert not alone.layers.groups
     for missing in (ForwardMode.DECODE, ForwardMode.EXTEND):
         eager = declared.eager - {missing}

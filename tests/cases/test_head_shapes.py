@@ -64,14 +64,14 @@ def test_shapes_that_do_not_lie_in_that_of_the_case_are_refused(shapes: list[tup
     "declared",
     [
         {},
-        {"families": {"mha"}},
-        {"families": {"mqa"}},
-        {"families": {"mqa"}, "gqa_ratios": {8}},
-        {"families": {"gqa"}, "gqa_ratios": {3}},
-        {"families": {"gqa"}, "gqa_ratios": {2}, "head_dims": {64}},
-        {"families": {"mha", "mqa"}, "head_dims": {256}},
-        {"families": {"gqa"}, "gqa_ratios": {6, 8}},
-        {"head_dims": {128, 192, 576}},
+        {"heads": {"families": {"mha"}}},
+        {"heads": {"families": {"mqa"}}},
+        {"heads": {"families": {"mqa"}, "gqa_ratios": {8}}},
+        {"heads": {"families": {"gqa"}, "gqa_ratios": {3}}},
+        {"heads": {"families": {"gqa"}, "gqa_ratios": {2}, "head_dims": {64}}},
+        {"heads": {"families": {"mha", "mqa"}, "head_dims": {256}}},
+        {"heads": {"families": {"gqa"}, "gqa_ratios": {6, 8}}},
+        {"heads": {"head_dims": {128, 192, 576}}},
     ],
 )
 def test_pairs_are_of_declared_heads_and_dims_and_lie_in_a_case(declared: dict[str, set[int] | set[str]]) -> None:
@@ -83,9 +83,9 @@ def test_pairs_are_of_declared_heads_and_dims_and_lie_in_a_case(declared: dict[s
         for heads, kv_heads, dim in pair:
             ratio = heads // kv_heads
             family = "mha" if ratio == 1 else "mqa" if kv_heads == 1 else "gqa"
-            assert family in asked.families
-            assert ratio == 1 or ratio in asked.gqa_ratios
-            assert dim in sorted(asked.head_dims)[:2]
+            assert family in asked.heads.families
+            assert ratio == 1 or ratio in asked.heads.gqa_ratios
+            assert dim in sorted(asked.heads.head_dims)[:2]
         most, least = max(each[0] for each in pair), min(each[0] // each[1] for each in pair)
         assert wrong_with_shapes(HeadShape(most, most // least, max(each[2] for each in pair)), pair) == ""
 
@@ -94,7 +94,7 @@ def test_of_many_the_first_layer_has_more_kv_heads_and_a_narrower_dim_then_less_
     windowed, draft = declared_shapes(CAPABILITIES)
     assert windowed == (HeadShape(8, 4, 32), HeadShape(8, 2, 64))
     assert draft == (HeadShape(4, 2, 32), HeadShape(8, 4, 64))
-    one_shape = CAPABILITIES.with_changes(families={"mqa"}, gqa_ratios={8}, head_dims={64})
+    one_shape = CAPABILITIES.with_changes(heads={"families": {"mqa"}, "gqa_ratios": {8}, "head_dims": {64}})
     assert declared_shapes(one_shape) == []
 
 
@@ -115,14 +115,14 @@ def test_cases_have_shapes_where_they_are_declared_with_options_without_and_in_g
     assert {case.layers.shapes for case in found} == set(declared_shapes(CAPABILITIES))
     assert all(case.page_size > 1 and case.layers.first == 5 for case in found)
     assert [parse_case(case.id) for case in (*found, split)] == [*found, split]
-    assert of_shapes(mode, heads_by_layer=False) == of_shapes(mode, families={"mla"}) == []
+    assert of_shapes(mode, heads={"heads_by_layer": False}) == of_shapes(mode, heads={"families": {"mla"}}) == []
     assert len(of_shapes(mode, "smoke")) == (mode is ForwardMode.DECODE), "a case of smoke in the first mode"
-    assert not any(case.layers.groups for case in of_shapes(mode, kv_groups=False))
+    assert not any(case.layers.groups for case in of_shapes(mode, kv_pool={"kv_groups": False}))
 
 
 def test_a_tier_that_tries_no_shapes_says_so() -> None:
     mode = ForwardMode.EXTEND
-    for declared, said in ((CAPABILITIES, True), (CAPABILITIES.with_changes(families={"mla"}), False)):
+    for declared, said in ((CAPABILITIES, True), (CAPABILITIES.with_changes(heads={"families": {"mla"}}), False)):
         not_covered = describe_not_covered(declared, [mode], generate(declared, mode, "smoke"))
         assert any("heads by layer" in phrase for phrase in not_covered) is said
     assert not any(

@@ -150,13 +150,13 @@ def test_in_full_drafts_to_verify_have_them_where_a_device_is_real() -> None:
 
 @pytest.mark.parametrize(("rows", "requests"), [(1 << 20, 1), (520, 1), (519, 2), (4, 130), (3, 0)])
 def test_a_prompt_of_few_rows_is_several_and_a_table_of_very_many_is_not_made(rows: int, requests: int) -> None:
-    found = wide(of_width(16).with_changes(max_extend_tokens=rows), EXTEND)
+    found = wide(of_width(16).with_changes(bounds={"max_extend_tokens": rows}), EXTEND)
     assert [case.bs for case in found] == [requests] * bool(requests)
 
 
 def test_a_context_of_less_than_a_million_has_none() -> None:
     for most, count in ((1 << 20, 1), ((1 << 20) - 1, 0)):
-        assert len(wide(of_width(16).with_changes(max_context_len=most), EXTEND)) == count
+        assert len(wide(of_width(16).with_changes(bounds={"max_context_len": most}), EXTEND)) == count
 
 
 def test_the_variant_says_what_it_is() -> None:

@@ -70,7 +70,7 @@ def test_each_declared_kind_is_tried_in_each_mode_of_core_and_once_in_smoke() ->
 def test_ranks_have_pages_of_several_keys_where_any_are_declared(
     mode: ForwardMode, sizes: set[int], tried: set[int]
 ) -> None:
-    cases = generate(ALL.with_changes(page_sizes=sizes), mode, "core")
+    cases = generate(ALL.with_changes(kv_pool={"page_sizes": sizes}), mode, "core")
     of_pages = [case for case in cases if case.kv_splits.startswith("pages")]
     assert {case.page_size for case in of_pages} >= tried
     assert all(splits_of(case)[0].interleave == case.page_size for case in of_pages)
@@ -93,7 +93,7 @@ def test_cases_are_of_what_is_declared_alone() -> None:
 
 
 def test_with_new_rows_as_given_no_part_has_an_fp8_pool() -> None:
-    declared = ALL.with_changes(new_rows_as_given={"extend"})
+    declared = ALL.with_changes(precision={"new_rows_as_given": {"extend"}})
     pools = {case.kv_dtype for case in generate(declared, ForwardMode.EXTEND, "core") if case.kv_splits}
     assert pools == {"same"}
     assert "fp8_e4m3" in {case.kv_dtype for case in generate(ALL, ForwardMode.EXTEND, "core") if case.kv_splits}
@@ -143,8 +143,11 @@ def test_explain_says_which_parts() -> None:
         ({"base": "e", "layout": "[H,T]"}, r"unknown LogSumExp.layout '\[H,T\]'; did you mean '\[H, T\]'"),
         ({"base": "e", "dtype": "float32"}, "unknown LogSumExp.dtype 'float32'; did you mean 'fp32'"),
         ({"base": "e"}, "names no mode; write whole="),
-        ({"base": "e", "whole": "decode"}, "must be a set of modes, got 'decode'"),
-        ({"base": "e", "whole": {"decod"}}, "unknown LogSumExp.whole 'decod'; did you mean 'decode'"),
+        (
+            {"base": "e", "whole": "decode"},
+            "LogSumExp.whole must be a set or list of values, got 'decode'; write {'decode'}",
+        ),
+        ({"base": "e", "whole": {"decod"}}, "unknown whole 'decod'; did you mean 'decode'"),
         ({"base": "e", "pages": {"draft-decode"}}, "draft-decode has no KV splits"),
         ({"base": "e", "whole": {"decode"}, "merges": 1}, "merges must be True or False, got 1"),
     ],

@@ -85,7 +85,7 @@ def test_an_extend_of_more_rows_than_a_grid_holds_is_too_large_for_a_cpu() -> No
 
 
 def test_few_new_tokens_make_more_requests() -> None:
-    few = CAPABILITIES.with_changes(max_extend_tokens=8)
+    few = CAPABILITIES.with_changes(bounds={"max_extend_tokens": 8})
     found = large_cases(few, "full", small_of(CAPABILITIES, ForwardMode.EXTEND))
     (case,) = [case for case in found if too_large_for_a_cpu(case)]
     assert set(case.new) == {8}
@@ -114,6 +114,6 @@ def test_rows_of_mla_are_not_compared_by_the_ten_thousand() -> None:
 def test_many_heads_are_declared_ones_next_to_the_number(
     families: set[str], ratios: set[int], like: Heads, most: int, heads: Heads
 ) -> None:
-    ropes = {64} if "mla" in families else CAPABILITIES.mla_rope_dims
-    declared = CAPABILITIES.with_changes(families=families, gqa_ratios=ratios, mla_rope_dims=ropes)
+    ropes = {64} if "mla" in families else CAPABILITIES.heads.mla_rope_dims
+    declared = CAPABILITIES.with_changes(heads={"families": families, "gqa_ratios": ratios, "mla_rope_dims": ropes})
     assert many_heads(declared, like, most) == heads

@@ -13,7 +13,7 @@ from attn_testkit.steps.last_rows import captured_for_bits, has_last_rows, last_
 from attn_testkit.steps.schedule import make_schedule
 
 CASE = "extend-gqa2x2-d32-fp32-p4-k5.9.0-n8a2.3.8-shuffled-gauss-w4-b3prod"
-DECLARED = TorchNativeBackend.capabilities.with_changes(mode_invariant=True)
+DECLARED = TorchNativeBackend.capabilities.with_changes(promises={"mode_invariant": True})
 
 
 def test_last_rows_have_the_numbers_and_the_keys_that_they_have_in_extend() -> None:
@@ -60,7 +60,7 @@ def test_only_extends_whose_rows_see_no_later_key_have_last_rows(case: str, has:
 def test_last_rows_are_of_modes_that_are_declared_and_attend_the_same_numbers() -> None:
     own = make_schedule(parse_case(CASE))
     fp8 = make_schedule(parse_case(CASE.replace("gauss", "gauss-kvfp8e4m3")))
-    given = DECLARED.with_changes(new_rows_as_given={"extend"})
+    given = DECLARED.with_changes(precision={"new_rows_as_given": {"extend"}})
 
     def modes(schedule: object, declared: object) -> list[str]:
         return [str(each.case.mode) for each in last_rows_of(schedule, declared)]  # type: ignore[arg-type]
@@ -68,10 +68,10 @@ def test_last_rows_are_of_modes_that_are_declared_and_attend_the_same_numbers() 
     assert modes(own, TorchNativeBackend.capabilities) == []
     assert modes(own, DECLARED.with_changes(eager={"extend", "target-verify"}, graph=())) == ["target-verify"]
     assert modes(own, DECLARED.with_changes(eager={"extend"}, graph={"decode"})) == ["decode"]
-    assert modes(own, DECLARED.with_changes(max_topk=0, eager={"extend", "decode"}, graph=())) == ["decode"]
+    assert modes(own, DECLARED.with_changes(bounds={"max_topk": 0}, eager={"extend", "decode"}, graph=())) == ["decode"]
     assert modes(own, given) == ["decode", "target-verify"], "nothing is rounded to FP8"
     assert modes(fp8, given) == []
-    both = given.with_changes(new_rows_as_given={"extend", "decode"})
+    both = given.with_changes(precision={"new_rows_as_given": {"extend", "decode"}})
     assert modes(fp8, both) == [], "a decode has its own row as given, and an extend all rows of its step"
     assert modes(fp8, DECLARED) == ["decode", "target-verify"]
 

@@ -44,8 +44,8 @@ def test_one_query_head_and_one_kv_head_where_mha_is_declared(mode: ForwardMode)
         return [case.heads for case in cases if case.heads.q_heads == case.heads.kv_heads == 1 and not case.rope_dim]
 
     assert lone("core") == [Heads("mha", 1, 1)]
-    assert lone("core", families={"mla", "mha"}) == [Heads("mha", 1, 1)]
-    assert lone("core", families={"gqa", "mqa"}) == lone("smoke") == []
+    assert lone("core", heads={"families": {"mla", "mha"}}) == [Heads("mha", 1, 1)]
+    assert lone("core", heads={"families": {"gqa", "mqa"}}) == lone("smoke") == []
 
 
 def test_nothing_repeats_from_the_first_layer_to_the_third_but_window_and_soft_cap() -> None:

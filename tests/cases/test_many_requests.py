@@ -25,7 +25,7 @@ def test_requests_behind_a_block_of_1024_have_other_lengths_and_rows_than_those_
         assert not set(counts[1024:]) & set(counts[:1024])
         assert len(set(counts[1024:])) == 6
         assert parse_case(case.id) == case
-    few = ALL.with_changes(max_extend_tokens=4)
+    few = ALL.with_changes(bounds={"max_extend_tokens": 4})
     (narrow,) = many_request_cases(few, EXTEND)
     assert max(narrow.new) == 4
 

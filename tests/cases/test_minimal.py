@@ -15,14 +15,18 @@ from attn_testkit.examples import MinimalBackend
 
 CAPABILITIES = TorchNativeBackend.capabilities
 MLA = CAPABILITIES.with_changes(
-    families={"mla"}, gqa_ratios={16, 128}, head_dims={512}, page_sizes={32, 64}, windows={"smallest": 1}
+    heads={"families": {"mla"}, "gqa_ratios": {16, 128}, "head_dims": {512}},
+    kv_pool={"page_sizes": {32, 64}},
+    windows={"smallest": 1},
 )
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
-@pytest.mark.parametrize("declared", [CAPABILITIES, MLA, MinimalBackend.capabilities.with_changes(any_scaling=False)])
+@pytest.mark.parametrize(
+    "declared", [CAPABILITIES, MLA, MinimalBackend.capabilities.with_changes(options={"any_scaling": False})]
+)
 def test_it_is_declared_and_has_an_id_in_every_mode(declared: Capabilities, mode: ForwardMode) -> None:
-    declared = declared.with_changes(eager={mode}, max_topk=1)
+    declared = declared.with_changes(eager={mode}, bounds={"max_topk": 1})
     case = minimal_case(declared, mode)
     assert parse_case(case.id) == case
     assert not_declared(declared, case) == ""
@@ -39,7 +43,10 @@ def test_it_is_declared_and_has_an_id_in_every_mode(declared: Capabilities, mode
     ],
 )
 def test_its_values_are_the_least_that_are_declared(mode: ForwardMode, name: str) -> None:
-    assert minimal_case(MLA.with_changes(mla_rope_dims={64}, dtypes={"fp16", "bf16"}), mode).id == name
+    assert (
+        minimal_case(MLA.with_changes(heads={"mla_rope_dims": {64}}, precision={"dtypes": {"fp16", "bf16"}}), mode).id
+        == name
+    )
 
 
 def test_what_stands_in_for_it_has_some_keys() -> None:
@@ -50,4 +57,4 @@ def test_what_stands_in_for_it_has_some_keys() -> None:
 
 def test_capabilities_that_leave_no_heads_are_said() -> None:
     with pytest.raises(ValueError, match="decode is declared, but no head layout that goes with it is"):
-        minimal_case(CAPABILITIES.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)
+        minimal_case(CAPABILITIES.with_changes(heads={"families": {"gqa"}, "gqa_ratios": {1}}), ForwardMode.DECODE)

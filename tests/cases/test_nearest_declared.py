@@ -110,7 +110,7 @@ def test_layers_cannot_share_a_window_that_there_is_not(words: dict[str, object]
 def test_layers_have_the_usual_scaling_where_no_other_is_declared_and_mla_has_its_own(
     mode: ForwardMode, tier: str
 ) -> None:
-    for case in generate(ALL.with_changes(any_scaling=False), mode, tier):
+    for case in generate(ALL.with_changes(options={"any_scaling": False}), mode, tier):
         usual = {layer.has_usual_scaling for layer in make_layers(case)}
         assert usual == {case.heads.family != "mla"}
         assert parse_case(case.id) == case

@@ -11,7 +11,7 @@ from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.catalogue.never_together import describe_never_together, meeting_cases, never_together
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
+from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, HeadShapes, Precision
 
 BACKENDS: list[type[AttentionBackend]] = [
     TorchNativeBackend,
@@ -20,7 +20,11 @@ BACKENDS: list[type[AttentionBackend]] = [
     TorchNativeSparseBackend,
     TorchNativeStateBackend,
 ]
-PLAIN = Capabilities(eager={"decode", "extend"}, families={"gqa"}, gqa_ratios={2}, head_dims={64}, dtypes={"bf16"})
+PLAIN = Capabilities(
+    eager={"decode", "extend"},
+    heads=HeadShapes(families={"gqa"}, gqa_ratios={2}, head_dims={64}),
+    precision=Precision(dtypes={"bf16"}),
+)
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -42,7 +46,7 @@ def test_a_feature_that_the_family_excludes_is_said_to_have_no_case() -> None:
 
 
 def test_features_that_exclude_each_other_are_named_with_the_reason() -> None:
-    declared = PLAIN.with_changes(windows={"modes": {"extend"}}, non_causal={"extend"})
+    declared = PLAIN.with_changes(windows={"modes": {"extend"}}, options={"non_causal": {"extend"}})
     single, several = describe_never_together(
         declared, [ForwardMode.EXTEND], generate(declared, ForwardMode.EXTEND, "core")
     )

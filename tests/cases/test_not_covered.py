@@ -36,16 +36,12 @@ BUNDLED = {
 def declared(**changes: object) -> Capabilities:
     every: dict[str, object] = {
         "eager": set(ForwardMode),
-        "families": {"mha"},
-        "dtypes": {"bf16"},
-        "gqa_ratios": {1},
-        "head_dims": {64},
-        "page_sizes": {16},
-        "max_q_rows": 4,
-        "max_topk": 1,
-        "max_context_len": 1 << 12,
+        "heads": {"families": {"mha"}, "gqa_ratios": {1}, "head_dims": {64}},
+        "precision": {"dtypes": {"bf16"}},
+        "kv_pool": {"page_sizes": {16}},
+        "bounds": {"max_q_rows": 4, "max_topk": 1, "max_context_len": 1 << 12},
     }
-    return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
+    return Capabilities(**every).with_changes(**changes)  # type: ignore[arg-type]
 
 
 def case(rows: Rows | None = None, **changes: object) -> Case:
@@ -87,7 +83,9 @@ def test_core_tries_every_value_that_a_bundled_backend_declares_but_those_of_lon
 
 
 def test_full_tries_every_value_of_a_long_capability_too() -> None:
-    long = declared(families={"gqa", "mla"}, gqa_ratios=set(range(1, 21)), mla_rope_dims={32}, head_dims={32})
+    long = declared(
+        heads={"families": {"gqa", "mla"}, "gqa_ratios": set(range(1, 21)), "mla_rope_dims": {32}, "head_dims": {32}}
+    )
     assert lacking("core", DECODE, long) == {
         "group": [5, 6, 7, 9, 10, 11, *range(12, 16), 17, 18, 19],
         "mla_heads": [3, 5, 6, 7, 9, *range(10, 16), 17, 18, 19],
@@ -98,7 +96,7 @@ def test_full_tries_every_value_of_a_long_capability_too() -> None:
 @pytest.mark.parametrize(("most", "left"), [(16, []), (17, [10, 11, 12, 14, 15])])
 def test_of_sixteen_values_core_tries_all_and_of_more_powers_of_two(most: int, left: list[int]) -> None:
     sizes = set(range(1, most + 1))
-    found = lacking("core", DECODE, declared(page_sizes=sizes)).get("page", [])
+    found = lacking("core", DECODE, declared(kv_pool={"page_sizes": sizes})).get("page", [])
     assert [n for n in found if isinstance(n, int) and n > 8] == left
 
 
@@ -106,17 +104,17 @@ def test_of_sixteen_values_core_tries_all_and_of_more_powers_of_two(most: int, l
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("head_dim", {"head_dims": {64, 96, 128, 512, 1024}}),
-        ("page", {"page_sizes": {1, 2, 4, 8, 16, 32, 64, 128}}),
-        ("group", {"families": {"gqa"}, "gqa_ratios": {2, 8, 16, 32}}),
-        ("group", {"families": {"mqa"}, "gqa_ratios": {2, 8, 16, 32}}),
-        ("mla_heads", {"families": {"mla"}, "gqa_ratios": {4, 16}}),
-        ("latent", {"families": {"mha", "mla"}, "gqa_ratios": {2}, "head_dims": {64, 128, 512}}),
-        ("rope", {"families": {"mha", "mla"}, "gqa_ratios": {2}, "mla_rope_dims": {16, 32, 64}}),
-        ("dtypes", {"dtypes": {"fp16", "bf16", "fp32"}, "kv_dtypes": {"same", "fp8_e4m3"}}),
-        ("rows", {"max_q_rows": 100}),
-        ("topk", {"max_q_rows": 100, "max_topk": 8}),
-        ("branches", {"max_draft_branches": 9}),
+        ("head_dim", {"heads": {"head_dims": {64, 96, 128, 512, 1024}}}),
+        ("page", {"kv_pool": {"page_sizes": {1, 2, 4, 8, 16, 32, 64, 128}}}),
+        ("group", {"heads": {"families": {"gqa"}, "gqa_ratios": {2, 8, 16, 32}}}),
+        ("group", {"heads": {"families": {"mqa"}, "gqa_ratios": {2, 8, 16, 32}}}),
+        ("mla_heads", {"heads": {"families": {"mla"}, "gqa_ratios": {4, 16}}}),
+        ("latent", {"heads": {"families": {"mha", "mla"}, "gqa_ratios": {2}, "head_dims": {64, 128, 512}}}),
+        ("rope", {"heads": {"families": {"mha", "mla"}, "gqa_ratios": {2}, "mla_rope_dims": {16, 32, 64}}}),
+        ("dtypes", {"precision": {"dtypes": {"fp16", "bf16", "fp32"}}, "kv_pool": {"kv_dtypes": {"same", "fp8_e4m3"}}}),
+        ("rows", {"bounds": {"max_q_rows": 100}}),
+        ("topk", {"bounds": {"max_q_rows": 100, "max_topk": 8}}),
+        ("branches", {"bounds": {"max_draft_branches": 9}}),
     ],
 )
 def test_core_leaves_no_value_of_a_capability_and_smoke_prints_what_it_leaves(
@@ -164,28 +162,28 @@ def test_rows_are_tried_by_a_request_of_that_many() -> None:
 
 def test_a_tree_is_as_wide_as_declared_or_as_rows_allow() -> None:
     star = case(Verify(Tree((0, 0, 0))))
-    assert tries("topk", star, max_topk=3) == [3]
-    assert tries("topk", star, max_topk=100) == [3], "a fourth child would be a fifth row"
-    assert tries("topk", star, max_topk=100, max_q_rows=5) == []
+    assert tries("topk", star, bounds={"max_topk": 3}) == [3]
+    assert tries("topk", star, bounds={"max_topk": 100}) == [3], "a fourth child would be a fifth row"
+    assert tries("topk", star, bounds={"max_topk": 100, "max_q_rows": 5}) == []
 
 
 @pytest.mark.parametrize("data", ["mean", "negative"])
 def test_data_without_differences_between_keys_try_nothing(data: str) -> None:
-    supported = declared(max_context_len=21)
+    supported = declared(bounds={"max_context_len": 21})
     assert not_covered(supported, DECODE, [case()]) == []
     assert len(not_covered(supported, DECODE, [case(data=data)])) == len(not_covered(supported, DECODE, []))
 
 
 def test_groups_are_those_of_gqa_or_where_it_is_not_declared_of_mqa() -> None:
     gqa, mqa = (case(heads=Heads(family, 8, kv)) for family, kv in (("gqa", 2), ("mqa", 1)))
-    assert tries("group", gqa, families={"gqa", "mqa"}, gqa_ratios={1, 4, 8}) == [4]
-    assert tries("group", mqa, families={"gqa", "mqa"}, gqa_ratios={1, 4, 8}) == []
-    assert tries("group", mqa, families={"mqa"}, gqa_ratios={1, 4, 8}) == [8]
-    assert list(DECLARED_VALUES["group"].declared(declared(gqa_ratios={1, 4}), DECODE)) == []
+    assert tries("group", gqa, heads={"families": {"gqa", "mqa"}, "gqa_ratios": {1, 4, 8}}) == [4]
+    assert tries("group", mqa, heads={"families": {"gqa", "mqa"}, "gqa_ratios": {1, 4, 8}}) == []
+    assert tries("group", mqa, heads={"families": {"mqa"}, "gqa_ratios": {1, 4, 8}}) == [8]
+    assert list(DECLARED_VALUES["group"].declared(declared(heads={"gqa_ratios": {1, 4}}), DECODE)) == []
 
 
 def test_widths_of_mla_and_of_other_families_are_tried_apart() -> None:
-    mixed = {"families": {"mha", "mla"}, "gqa_ratios": {2}, "mla_rope_dims": {32}}
+    mixed = {"heads": {"families": {"mha", "mla"}, "gqa_ratios": {2}, "mla_rope_dims": {32}}}
     mla = case(heads=Heads("mla", 2, 1), rope_dim=32)
     assert [tries(name, mla, **mixed) for name in ("head_dim", "latent", "rope", "mla_heads")] == [[], [64], [32], [2]]
     names = ("head_dim", "latent", "rope", "mla_heads")
@@ -193,7 +191,7 @@ def test_widths_of_mla_and_of_other_families_are_tried_apart() -> None:
 
 
 def test_a_window_is_tried_where_it_leaves_a_key_out() -> None:
-    windows = {"windows": {"modes": {DECODE, VERIFY}, "in_trees": True}, "max_topk": 2}
+    windows = {"windows": {"modes": {DECODE, VERIFY}, "in_trees": True}, "bounds": {"max_topk": 2}}
     assert tries("sliding window", case(window=20), **windows) == []
     assert tries("sliding window", case(window=19), **windows) == ["sliding window"]
     assert tries("sliding window", case(window=0), **windows) == ["sliding window"]
@@ -201,12 +199,14 @@ def test_a_window_is_tried_where_it_leaves_a_key_out() -> None:
     assert tries("sliding window in trees", tree, **windows) == ["sliding window in trees"]
     assert tries("sliding window in trees", replace(tree, rows=Verify(chain(3))), **windows) == []
     assert not list(
-        DECLARED_VALUES["sliding window in trees"].declared(declared(**{**windows, "max_q_rows": 2}), VERIFY)
+        DECLARED_VALUES["sliding window in trees"].declared(
+            declared(**windows).with_changes(bounds={"max_q_rows": 2}), VERIFY
+        )
     )
 
 
 def test_more_rows_than_cases_are_made_of_are_named() -> None:
-    endless = declared(max_q_rows=1 << 20, max_topk=1 << 20)
+    endless = declared(bounds={"max_q_rows": 1 << 20, "max_topk": 1 << 20})
     cases = generate(endless, VERIFY, "core")
     assert max(one.width for one in cases) == MOST_ROWS
     assert max(one.topk for one in cases) == MOST_ROWS - 1
@@ -217,14 +217,14 @@ def test_more_rows_than_cases_are_made_of_are_named() -> None:
 
 
 def test_a_value_for_which_the_context_has_no_room_is_named() -> None:
-    short = declared(page_sizes={16, 512}, max_context_len=400)
+    short = declared(kv_pool={"page_sizes": {16, 512}}, bounds={"max_context_len": 400})
     cases = generate(short, DECODE, "core")
     assert describe_not_covered(short, [DECODE], cases)[0] == "page size 512"
 
 
 def test_a_family_without_a_ratio_is_named() -> None:
     assert "family gqa" in describe_not_covered(
-        declared(families={"mha", "gqa"}), [DECODE], generate(declared(), DECODE, "core")
+        declared(heads={"families": {"mha", "gqa"}}), [DECODE], generate(declared(), DECODE, "core")
     )
 
 
@@ -232,31 +232,52 @@ def test_a_family_without_a_ratio_is_named() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"families": {"gqa", "mla"}, "gqa_ratios": {1}, "head_dims": {64, 512}},
-        {"families": {"mqa", "mla"}, "gqa_ratios": {1, 3, 24}, "mla_rope_dims": {0, 32}, "max_q_rows": 1},
-        {"families": {"gqa"}, "gqa_ratios": {12, 24}, "page_sizes": {1, 2, 3, 5, 6, 7}, "max_q_rows": 2, "max_topk": 9},
-        {"families": {"mha", "mqa"}, "gqa_ratios": {5}, "max_context_len": 150, "max_q_rows": 120},
-        {"dtypes": {"fp32"}, "kv_dtypes": {"fp8_e4m3"}, "head_dims": {640}, "page_sizes": {256, 512}},
+        {"heads": {"families": {"gqa", "mla"}, "gqa_ratios": {1}, "head_dims": {64, 512}}},
+        {
+            "heads": {"families": {"mqa", "mla"}, "gqa_ratios": {1, 3, 24}, "mla_rope_dims": {0, 32}},
+            "bounds": {"max_q_rows": 1},
+        },
+        {
+            "heads": {"families": {"gqa"}, "gqa_ratios": {12, 24}},
+            "kv_pool": {"page_sizes": {1, 2, 3, 5, 6, 7}},
+            "bounds": {"max_q_rows": 2, "max_topk": 9},
+        },
+        {
+            "heads": {"families": {"mha", "mqa"}, "gqa_ratios": {5}},
+            "bounds": {"max_context_len": 150, "max_q_rows": 120},
+        },
+        {
+            "precision": {"dtypes": {"fp32"}},
+            "kv_pool": {"kv_dtypes": {"fp8_e4m3"}, "page_sizes": {256, 512}},
+            "heads": {"head_dims": {640}},
+        },
     ],
 )
 def test_small_cases_keep_within_what_is_declared(changes: dict[str, object], mode: ForwardMode) -> None:
     supported = declared(**changes)
     for one in generate(supported, mode, "core"):
         ratio = one.heads.q_heads // one.heads.kv_heads
-        assert one.heads.family in supported.families
-        assert ratio in supported.gqa_ratios or one.heads.family == "mha"
+        assert one.heads.family in supported.heads.families
+        assert ratio in supported.heads.gqa_ratios or one.heads.family == "mha"
         assert ratio > 1 or one.heads.family in ("mha", "mla")
-        assert one.rope_dim in (supported.mla_rope_dims if one.heads.family == "mla" else {0})
-        assert (one.head_dim, one.page_size) in set(itertools.product(supported.head_dims, supported.page_sizes))
-        assert (one.dtype, one.kv_dtype) in set(itertools.product(supported.dtypes, supported.kv_dtypes))
-        most = {EXTEND: supported.max_extend_tokens, DRAFT: supported.max_draft_branches}
-        assert (one.rows_at_once if one.draft else one.most_new) <= most.get(mode, supported.max_q_rows)
-        assert one.topk <= supported.max_topk
-        assert context_len(one) <= supported.max_context_len
+        assert one.rope_dim in (supported.heads.mla_rope_dims if one.heads.family == "mla" else {0})
+        assert (one.head_dim, one.page_size) in set(
+            itertools.product(supported.heads.head_dims, supported.kv_pool.page_sizes)
+        )
+        assert (one.dtype, one.kv_dtype) in set(
+            itertools.product(supported.precision.dtypes, supported.kv_pool.kv_dtypes)
+        )
+        most = {EXTEND: supported.bounds.max_extend_tokens, DRAFT: supported.bounds.max_draft_branches}
+        assert (one.rows_at_once if one.draft else one.most_new) <= most.get(mode, supported.bounds.max_q_rows)
+        assert one.topk <= supported.bounds.max_topk
+        assert context_len(one) <= supported.bounds.max_context_len
 
 
 def test_one_small_case_takes_what_it_can() -> None:
-    wide = declared(families={"gqa"}, gqa_ratios={2, 8, 16, 32}, head_dims={32, 64, 96, 128, 256}, max_q_rows=40)
+    wide = declared(
+        heads={"families": {"gqa"}, "gqa_ratios": {2, 8, 16, 32}, "head_dims": {32, 64, 96, 128, 256}},
+        bounds={"max_q_rows": 40},
+    )
     small = list(cases_for_uncovered(wide, V1, "core", generate(wide, V1, "smoke"), lambda case: True))[:2]
     assert small[0].new == (40, 3)
     assert all(case.heads.q_heads > 4 and case.head_dim > 32 for case in small), "a group and a head dim each"
@@ -264,7 +285,9 @@ def test_one_small_case_takes_what_it_can() -> None:
 
 def test_what_is_left_is_said_in_few_words_and_where() -> None:
     supported = declared(
-        families={"gqa"}, gqa_ratios={1, 2, 3, 4, 6, 7}, head_dims={32, 64}, dtypes={"fp16", "bf16"}, logit_cap=True
+        heads={"families": {"gqa"}, "gqa_ratios": {1, 2, 3, 4, 6, 7}, "head_dims": {32, 64}},
+        precision={"dtypes": {"fp16", "bf16"}},
+        options={"logit_cap": True},
     )
     heads = Heads("gqa", 4, 2)
     decode, draft = case(heads=heads, dtype="fp16"), case(Accepted((1, 3), 3), heads=heads, head_dim=32)
@@ -278,12 +301,12 @@ def test_what_is_left_is_said_in_few_words_and_where() -> None:
         "head dim 64 (draft-extend)",
         "dtype and KV dtype fp16 with same (draft-extend)",
     )
-    ratios = declared(families={"gqa"}, gqa_ratios={2, 3, 4, 6, 7}, max_context_len=21)
+    ratios = declared(heads={"families": {"gqa"}, "gqa_ratios": {2, 3, 4, 6, 7}}, bounds={"max_context_len": 21})
     assert describe_not_covered(ratios, [DECODE], [case(heads=Heads("gqa", 12, 2))]) == ("group 2-4, 7",)
 
 
 def test_small_cases_have_the_seed_of_the_others() -> None:
-    supported = declared(page_sizes={1, 2, 4, 8, 16, 32})
+    supported = declared(kv_pool={"page_sizes": {1, 2, 4, 8, 16, 32}})
     small = generate(supported, DECODE, "core", 3)[-1]
     assert small.seed == 3
     assert small.with_seed(0) == generate(supported, DECODE, "core")[-1]
@@ -307,7 +330,7 @@ def meets_every(strength: int, cases: list[Case]) -> bool:
 
 def test_the_page_says_what_the_tiers_try() -> None:
     everything = TorchNativeBackend.capabilities
-    mla = everything.with_changes(families={"mla"})
+    mla = everything.with_changes(heads={"families": {"mla"}})
     core = [one for mode in ForwardMode for one in generate(everything, mode, "core")]
     deep = [one for mode in ForwardMode for one in generate(mla, mode, "core")]
     named = {
@@ -334,5 +357,5 @@ def test_layers_that_are_not_causal_are_named_where_they_are_declared() -> None:
         assert not any(name in line for line in describe_not_covered(declared, [EXTEND], cases))
         causal = [case for case in cases if "noncausal" not in case.variants]
         assert any(name in line for line in describe_not_covered(declared, [EXTEND], causal))
-    without = declared.with_changes(non_causal={"target-verify"})
+    without = declared.with_changes(options={"non_causal": {"target-verify"}})
     assert not any(name in line for line in describe_not_covered(without, [EXTEND], generate(without, EXTEND, "smoke")))

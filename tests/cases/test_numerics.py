@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode, KVPools, Precision
 from attn_testkit.contract.merging import LogSumExp
 from attn_testkit.steps.numerics import MODEL, Numerics, numerics_of
 from attn_testkit.steps.schedule import forget_schedules, make_schedule
@@ -15,9 +15,13 @@ FP32 = BF16.replace("bf16", "fp32")
 FP8 = BF16.replace("-b2", "-kvfp8e4m3-b2")
 PARTS = BF16.replace("-b2", "-lsewhole-b2")
 CAPABILITIES = Capabilities(
-    eager={"extend", "decode"}, kv_dtypes={"same", "fp8_e4m3"}, matmul_dtype="fp8_e4m3", q_scale="per_tensor",
-    new_rows_as_given={"extend"}, fp32_products="tf32", lse=LogSumExp(base="2", dtype="model", whole={"extend"}),
-)  # fmt: skip
+    eager={"extend", "decode"},
+    kv_pool=KVPools(kv_dtypes={"same", "fp8_e4m3"}),
+    precision=Precision(
+        matmul_dtype="fp8_e4m3", q_scale="per_tensor", new_rows_as_given={"extend"}, fp32_products="tf32"
+    ),
+    lse=LogSumExp(base="2", dtype="model", whole={"extend"}),
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def test_a_case_has_the_numerics_of_what_it_does(case: str, numerics: Numerics) 
 
 
 def test_new_rows_are_given_in_the_modes_that_are_declared() -> None:
-    others = CAPABILITIES.with_changes(new_rows_as_given=frozenset({ForwardMode.DECODE}))
+    others = CAPABILITIES.with_changes(precision={"new_rows_as_given": frozenset({ForwardMode.DECODE})})
     assert not numerics_of(parse_case(FP8), others).new_rows_as_given
 
 

@@ -32,17 +32,19 @@ def test_each_number_of_pages_has_a_tail_and_powers_of_two_are_full() -> None:
 def test_every_group_of_the_array_meets_every_dtype_of_the_pool() -> None:
     cases = found()
     layouts = {case.heads for case in cases}
-    assert {(case.heads, case.kv_dtype) for case in cases} == {(h, d) for h in layouts for d in CAPABILITIES.kv_dtypes}
-    assert len(cases) == len(layouts) * len(CAPABILITIES.kv_dtypes)
+    assert {(case.heads, case.kv_dtype) for case in cases} == {
+        (h, d) for h in layouts for d in CAPABILITIES.kv_pool.kv_dtypes
+    }
+    assert len(cases) == len(layouts) * len(CAPABILITIES.kv_pool.kv_dtypes)
     assert {heads.family for heads in layouts} == {"mha", "gqa", "mqa"}
     assert max(heads.q_heads // heads.kv_heads for heads in layouts) == 16
-    assert {case.dtype for case in cases} == set(CAPABILITIES.dtypes)
+    assert {case.dtype for case in cases} == set(CAPABILITIES.precision.dtypes)
     assert {case.head_dim for case in cases} == {32, 64, 128}
     assert all(case in generate(CAPABILITIES, ForwardMode.DECODE, "core") for case in cases)
 
 
 def test_pages_of_one_key_have_no_tails_of_their_own() -> None:
-    for case in found(CAPABILITIES.with_changes(page_sizes={1})):
+    for case in found(CAPABILITIES.with_changes(kv_pool={"page_sizes": {1}})):
         assert sorted(set(case.prefixes)) == list(range(17))
 
 
@@ -55,7 +57,9 @@ def test_other_modes_have_none(mode: ForwardMode) -> None:
 def test_a_group_that_has_fp8_in_each_number_of_pages_has_it_in_no_short_case_beside() -> None:
     for longest, in_both in ((4096, set()), (280, {2, 8, 16})):
         declared = CAPABILITIES.with_changes(
-            families={"gqa"}, gqa_ratios={2, 4, 8, 16}, page_sizes={16}, max_context_len=longest
+            heads={"families": {"gqa"}, "gqa_ratios": {2, 4, 8, 16}},
+            kv_pool={"page_sizes": {16}},
+            bounds={"max_context_len": longest},
         )
         decodes = generate(declared, ForwardMode.DECODE, "core")
         short = {c.heads.q_heads // 2 for c in decodes if c.prefixes == (70, 33, 1) and c.kv_dtype != "same"} - {0}

@@ -42,7 +42,7 @@ def test_only_backends_that_declare_the_convention_get_them() -> None:
     assert {0, 4} in even, "as many rows for each request that has any"
     states = TorchNativeStateBackend.capabilities
     of_states = [each for each in generate(states, ForwardMode.EXTEND, "core") if 0 in each.new]
-    assert sorted(each.heads.family for each in of_states) == sorted(states.families)
+    assert sorted(each.heads.family for each in of_states) == sorted(states.heads.families)
     assert not [each for each in generate(without, ForwardMode.EXTEND, "smoke") if 0 in each.new]
 
 

@@ -9,7 +9,7 @@ from attn_testkit.cases.case import CODES, Case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
-CAPABILITIES: Capabilities = TorchNativeBackend.capabilities.with_changes(gqa_ratios={4, 5, 6, 7})
+CAPABILITIES: Capabilities = TorchNativeBackend.capabilities.with_changes(heads={"gqa_ratios": {4, 5, 6, 7}})
 SEVERAL = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 
 
@@ -50,12 +50,14 @@ def test_full_tries_each_odd_group_and_a_backend_without_one_has_no_such_case() 
     mode = ForwardMode.EXTEND
     groups = [case.heads.q_heads // case.heads.kv_heads for case in of_edges(mode, "full") if case.data != CODES]
     assert groups == [7, 5, 6]
-    without = CAPABILITIES.with_changes(gqa_ratios={4, 8})
+    without = CAPABILITIES.with_changes(heads={"gqa_ratios": {4, 8}})
     assert all(case.data == CODES for case in of_edges(mode, declared=without))
 
 
 def test_a_backend_of_one_row_has_no_such_case_in_modes_of_several() -> None:
-    one = CAPABILITIES.with_changes(max_q_rows=1, max_extend_tokens=1, graph=(), eager={"extend", "decode"}, max_topk=0)
+    one = CAPABILITIES.with_changes(
+        bounds={"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0}, graph=(), eager={"extend", "decode"}
+    )
     assert not of_edges(ForwardMode.EXTEND, declared=one)
 
 

@@ -10,11 +10,11 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.catalogue.seldom_cases import BATCHES
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Bounds, Capabilities, ForwardMode
 from attn_testkit.steps.sizes_met import Met, met_by
 
 CAPABILITIES = TorchNativeBackend.capabilities
-FEW = Capabilities(eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), max_q_rows=8, max_topk=2)
+FEW = Capabilities(eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), bounds=Bounds(max_q_rows=8, max_topk=2))
 CI = Path(__file__).resolve().parents[2] / "ci"
 
 

@@ -80,7 +80,7 @@ def test_what_is_declared_decides_which_ways_are_tried(mode: ForwardMode) -> Non
 def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: ForwardMode) -> None:
     found = [case for case in generate(PLAIN, mode, "full") if "bigpool" in case.variants]
     assert len([case for case in found if case.head_dim == 128]) == (mode is not ForwardMode.DRAFT_DECODE)
-    own = PLAIN.with_changes(kv_layouts={"custom"})
+    own = PLAIN.with_changes(kv_pool={"kv_layouts": {"custom"}})
     assert not [case for case in generate(own, mode, "full") if "bigpool" in case.variants]
 
 
@@ -98,7 +98,7 @@ def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: For
 def test_decode_has_a_pool_of_slots_beyond_24_bits_if_rows_can_be_so_narrow(
     layout: str, ratio: int, dims: set[int], widths: list[int]
 ) -> None:
-    declared = PLAIN.with_changes(families={layout}, gqa_ratios={ratio}, head_dims=dims)
+    declared = PLAIN.with_changes(heads={"families": {layout}, "gqa_ratios": {ratio}, "head_dims": dims})
     for mode in (DECODE, EXTEND):
         found = [case for case in generate(declared, mode, "core") if "bigpool" in case.variants]
         assert [case.head_dim for case in found] == widths[: None if mode is DECODE else 1]
@@ -127,10 +127,12 @@ def test_a_backend_with_an_indexer_has_one_case_per_mode_of_an_index_pool_beyond
 
 
 def test_a_large_pool_of_latent_rows_with_index_keys_is_of_fp8_where_that_is_declared() -> None:
-    latent = IndexerParent.capabilities.with_changes(families={"mla"}, head_dims={512}, gqa_ratios={16})
+    latent = IndexerParent.capabilities.with_changes(
+        heads={"families": {"mla"}, "head_dims": {512}, "gqa_ratios": {16}}
+    )
     kinds = {}
     for name, formats in (("narrow", {"same", "fp8_e4m3"}), ("wide", {"same"})):
-        cases = generate(latent.with_changes(kv_dtypes=formats), DECODE, "core")
+        cases = generate(latent.with_changes(kv_pool={"kv_dtypes": formats}), DECODE, "core")
         (kinds[name],) = {case.kv_dtype for case in cases if "bigpool" in case.variants and case.indexer}
     assert kinds == {"narrow": "fp8_e4m3", "wide": "same"}
 
@@ -192,7 +194,7 @@ def test_nothing_is_expected_of_a_step_without_requests_but_that_no_slot_changes
 
 @pytest.mark.parametrize(("longest", "is_tried"), [(1 << 18, True), ((1 << 18) - 1, False)])
 def test_a_far_context_is_tried_where_it_is_declared_and_no_request_is_near_it(longest: int, is_tried: bool) -> None:
-    found = variants(PLAIN.with_changes(max_context_len=longest))
+    found = variants(PLAIN.with_changes(bounds={"max_context_len": longest}))
     assert ("far" in found) == is_tried
     if is_tried:
         schedule = make_schedule(found["far"])

@@ -32,7 +32,7 @@ def test_one_is_plain_and_one_has_all_options_but_a_window_and_several_kv_heads(
 
 
 def test_where_no_option_is_declared_there_is_no_second_one() -> None:
-    none = {"sinks": False, "logit_cap": False, "kv_dtypes": {"same"}}
+    none = {"options": {"sinks": False, "logit_cap": False}, "kv_pool": {"kv_dtypes": {"same"}}}
     assert len(shared(CAPABILITIES.with_changes(**none))) == 1
     for name in none:
         assert len(shared(CAPABILITIES.with_changes(**{other: none[other] for other in none if other != name}))) == 2

@@ -62,7 +62,7 @@ def test_each_layout_meets_each_size(mode: ForwardMode) -> None:
     declared = declared_by("torch_native")
     cases = list(array_cases(declared, mode, "core", 0))
     for size, test in (SIZES | (ROWS if mode is EXTEND else {})).items():
-        assert {case.kv_layout for case in cases if test(case)} == declared.kv_layouts, size
+        assert {case.kv_layout for case in cases if test(case)} == declared.kv_pool.kv_layouts, size
 
 
 @pytest.mark.parametrize("backend", ["torch_native", "triton", "flashinfer_mla"])

@@ -16,10 +16,21 @@ from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode
 from attn_testkit.registry import load_backend
 
 BACKENDS = (
-    "torch_native", "torch_native_formats", "torch_native_hybrid", "torch_native_sparse", "torch_native_state",
-    "triton", "triton_sparse", "triton_state", "flashinfer", "flashinfer_mla", "trtllm_mha", "trtllm_mla",
-    "trtllm_mla_sparse", "tokenspeed_mla",
-)  # fmt: skip
+    "torch_native",
+    "torch_native_formats",
+    "torch_native_hybrid",
+    "torch_native_sparse",
+    "torch_native_state",
+    "triton",
+    "triton_sparse",
+    "triton_state",
+    "flashinfer",
+    "flashinfer_mla",
+    "trtllm_mha",
+    "trtllm_mla",
+    "trtllm_mla_sparse",
+    "tokenspeed_mla",
+)
 DECODE = ForwardMode.DECODE
 SETTINGS: dict[str, Callable[[Case], object]] = {
     "head dim": lambda case: case.head_dim,
@@ -55,23 +66,33 @@ def test_each_declared_feature_has_a_case_of_smoke(backend: str) -> None:
 def test_each_declared_format_and_layout_has_a_case_of_smoke(backend: str) -> None:
     declared = declared_by(backend)
     cases = smoke(declared)
-    assert {case.kv_dtype for case in cases} >= declared.kv_dtypes
+    assert {case.kv_dtype for case in cases} >= declared.kv_pool.kv_dtypes
     if declared.state is None:
-        assert {case.kv_layout for case in cases} >= declared.kv_layouts & frozenset(KV_LAYOUTS)
+        assert {case.kv_layout for case in cases} >= declared.kv_pool.kv_layouts & frozenset(KV_LAYOUTS)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"alibi": (), "spans": {"modes": ()}, "cross_attention": {"modes": ()}},
-        {"logit_cap": False, "sinks": False, "windows": {"modes": ()}, "spans": {"modes": ()}},
-        {"families": {"mqa"}, "heads_by_layer": False},
-        {"families": {"mla"}, "heads_by_layer": False, "alibi": (), "spans": {"modes": ()}, "qq_bias": (),
-         "wider_keys": (), "cross_attention": {"modes": ()}},
+        {"options": {"alibi": ()}, "spans": {"modes": ()}, "cross_attention": {"modes": ()}},
+        {"options": {"logit_cap": False, "sinks": False}, "windows": {"modes": ()}, "spans": {"modes": ()}},
+        {"heads": {"families": {"mqa"}, "heads_by_layer": False}},
+        {
+            "heads": {"families": {"mla"}, "heads_by_layer": False, "wider_keys": ()},
+            "options": {"alibi": (), "qq_bias": ()},
+            "spans": {"modes": ()},
+            "cross_attention": {"modes": ()},
+        },
         {"eager": {"extend"}, "graph": {"decode"}},
-        {"eager": {"decode"}, "graph": (), "head_dims": {128}, "page_sizes": {64}, "dtypes": {"bf16"}},
+        {
+            "eager": {"decode"},
+            "graph": (),
+            "heads": {"head_dims": {128}},
+            "kv_pool": {"page_sizes": {64}},
+            "precision": {"dtypes": {"bf16"}},
+        },
     ],
-)  # fmt: skip
+)
 def test_narrower_capabilities_have_each_of_their_features_too(changes: dict[str, object]) -> None:
     assert lacking(declared_by("torch_native").with_changes(**changes)) == set()
 

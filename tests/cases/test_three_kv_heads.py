@@ -22,12 +22,12 @@ def of_three(mode: ForwardMode, tier: str = "core", **changed: Any) -> list[Head
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_core_has_one_in_each_mode_of_the_smallest_group_and_smoke_has_none(mode: ForwardMode) -> None:
     assert of_three(mode) == [Heads("gqa", 6, 3)]
-    assert of_three(mode, gqa_ratios={1, 4, 8}) == [Heads("gqa", 12, 3)]
+    assert of_three(mode, heads={"gqa_ratios": {1, 4, 8}}) == [Heads("gqa", 12, 3)]
     assert of_three(mode, "smoke") == []
 
 
 def test_a_backend_without_groups_has_as_many_query_heads_and_one_of_one_kv_head_none() -> None:
-    assert of_three(ForwardMode.DECODE, families={"mha"}) == [Heads("mha", 3, 3)]
-    assert of_three(ForwardMode.DECODE, gqa_ratios={1}, families={"mha", "gqa"}) == [Heads("mha", 3, 3)]
-    assert of_three(ForwardMode.DECODE, families={"mqa"}) == []
-    assert of_three(ForwardMode.DECODE, families={"mla"}) == []
+    assert of_three(ForwardMode.DECODE, heads={"families": {"mha"}}) == [Heads("mha", 3, 3)]
+    assert of_three(ForwardMode.DECODE, heads={"gqa_ratios": {1}, "families": {"mha", "gqa"}}) == [Heads("mha", 3, 3)]
+    assert of_three(ForwardMode.DECODE, heads={"families": {"mqa"}}) == []
+    assert of_three(ForwardMode.DECODE, heads={"families": {"mla"}}) == []

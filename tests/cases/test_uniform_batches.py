@@ -24,7 +24,7 @@ CAPABILITIES = TorchNativeBackend.capabilities
 def test_a_lone_prompt_has_more_tiles_of_heads_and_rows_than_there_are_workers(
     families: set[str], ratios: set[int], heads: str
 ) -> None:
-    declared = CAPABILITIES.with_changes(families=families, gqa_ratios=ratios)
+    declared = CAPABILITIES.with_changes(heads={"families": families, "gqa_ratios": ratios})
     (case,) = (
         case for case in generate(declared, ForwardMode.EXTEND, "core") if case.new == (130,) and case.bucket == 10
     )

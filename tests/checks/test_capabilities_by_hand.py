@@ -21,7 +21,9 @@ from attn_testkit.contract import (
     ForwardMode,
     KVLayer,
     KVPool,
+    KVPools,
     KVPoolSpec,
+    Precision,
     Unsupported,
     refuse_undeclared,
 )
@@ -51,10 +53,14 @@ def outside(declared: Capabilities = CAPABILITIES, **fields: Any) -> dict[str, B
     ("pages", "page"), [({1, 16}, 48), ({48}, 3), ({48, 3}, 5), ({48, 3, 5}, 256), ({48, 3, 5, 256}, None)]
 )
 def test_a_page_size_that_is_not_declared(pages: set[int], page: int | None) -> None:
-    found = [name for name in outside(CAPABILITIES.with_changes(page_sizes=pages)) if name.startswith("page size")]
+    found = [
+        name
+        for name in outside(CAPABILITIES.with_changes(kv_pool={"page_sizes": pages}))
+        if name.startswith("page size")
+    ]
     assert found == ([] if page is None else [f"page size {page}"])
     if page is not None:
-        asked = outside(CAPABILITIES.with_changes(page_sizes=pages))[found[0]]
+        asked = outside(CAPABILITIES.with_changes(kv_pool={"page_sizes": pages}))[found[0]]
         assert asked.page_size == page
         assert asked.kv_pool.page_size == page
         assert asked.layers == context().layers
@@ -69,10 +75,10 @@ def test_a_page_size_that_is_not_declared(pages: set[int], page: int | None) -> 
     ],
 )
 def test_a_dtype_that_is_not_declared(dtypes: set[str], name: str, dtype: torch.dtype) -> None:
-    asked = outside(CAPABILITIES.with_changes(dtypes=dtypes))[f"dtype {name}"]
+    asked = outside(CAPABILITIES.with_changes(precision={"dtypes": dtypes}))[f"dtype {name}"]
     assert asked.dtype == dtype == asked.kv_pool.dtype
     pool = KVPool(64, 4, context().layers, torch.float8_e4m3fn, CPU)
-    assert f"dtype {name}" not in outside(CAPABILITIES.with_changes(dtypes=dtypes), kv_pool=pool)
+    assert f"dtype {name}" not in outside(CAPABILITIES.with_changes(precision={"dtypes": dtypes}), kv_pool=pool)
     assert not any(key.startswith("dtype") for key in outside(CAPABILITIES))
 
 
@@ -81,12 +87,12 @@ def test_a_dtype_that_is_not_declared(dtypes: set[str], name: str, dtype: torch.
     [({"nhd"}, "hnd"), ({"nhd", "hnd"}, "kv-in-block"), ({"custom"}, "nhd"), (set(KV_LAYOUTS) - {"custom"}, None)],
 )
 def test_a_kv_layout_that_is_not_declared(layouts: set[str], name: str | None) -> None:
-    found = outside(CAPABILITIES.with_changes(kv_layouts=layouts))
+    found = outside(CAPABILITIES.with_changes(kv_pool={"kv_layouts": layouts}))
     assert [key for key in found if key.startswith("KV layout")] == ([f"KV layout {name}"] if name else [])
     if name:
         assert found[f"KV layout {name}"].kv_pool.layout == name
         with pytest.raises(Unsupported, match=f"KV layout {name} is not declared"):
-            refuse_undeclared(CAPABILITIES.with_changes(kv_layouts=layouts), found[f"KV layout {name}"])
+            refuse_undeclared(CAPABILITIES.with_changes(kv_pool={"kv_layouts": layouts}), found[f"KV layout {name}"])
 
 
 def own_pages(spec: KVPoolSpec) -> list[KVLayer]:
@@ -102,21 +108,22 @@ def test_what_differs_in_one_thing_has_a_pool_laid_out_as_before_or_is_not_asked
     pages: set[int], asked: list[str]
 ) -> None:
     pool = KVPool(64, 4, context().layers, torch.float32, CPU, "custom", own_pages)
-    found = outside(CAPABILITIES.with_changes(page_sizes=pages, kv_layouts={"custom"}), kv_pool=pool)
+    found = outside(CAPABILITIES.with_changes(kv_pool={"page_sizes": pages, "kv_layouts": {"custom"}}), kv_pool=pool)
     assert [name for name in found if name.startswith("page size")] == asked
     assert all(found[name].kv_pool.layout == "custom" for name in asked)
 
 
 @pytest.mark.parametrize(("dims", "dim"), [({64}, 48), ({48}, 80), ({48, 80}, 24), ({48, 80, 24}, None)])
 def test_a_head_dim_that_is_not_declared(dims: set[int], dim: int | None) -> None:
-    found = outside(CAPABILITIES.with_changes(head_dims=dims))
+    found = outside(CAPABILITIES.with_changes(heads={"head_dims": dims}))
     if dim is None:
         assert not any(key.startswith("head dim") for key in found)
         return
     asked = found[f"head dim {dim}"]
     assert {(layer.head_dim, layer.v_head_dim) for layer in asked.layers} == {(dim, dim)}
     mla = outside(
-        CAPABILITIES.with_changes(head_dims=dims), case="decode-mla2-d32r16-bf16-p16-k5.9-shuffled-gauss-b2prod"
+        CAPABILITIES.with_changes(heads={"head_dims": dims}),
+        case="decode-mla2-d32r16-bf16-p16-k5.9-shuffled-gauss-b2prod",
     )
     assert not any(key.startswith("head dim") for key in mla)
 
@@ -192,7 +199,7 @@ def test_windows_of_layers_that_differ_more_than_is_declared(
 def test_layers_that_are_not_causal_where_they_are_not_declared(
     supported: tuple[ForwardMode, ...], mode: ForwardMode, layers: int, is_asked: bool
 ) -> None:
-    declared, one = CAPABILITIES.with_changes(non_causal=supported), context().layers[0]
+    declared, one = CAPABILITIES.with_changes(options={"non_causal": supported}), context().layers[0]
     given = {"modes": frozenset({mode}), "layers": tuple(replace(one, layer_id=i) for i in range(layers))}
     found = {name: each for name, each in outside(declared, **given).items() if "causal" in name}
     assert list(found) == (["a layer that is not causal"] if is_asked else [])
@@ -200,23 +207,23 @@ def test_layers_that_are_not_causal_where_they_are_not_declared(
         assert not each.causal
         with pytest.raises(Unsupported, match=f"layers that are not causal in {mode} is not declared"):
             refuse_undeclared(declared, each)
-        refuse_undeclared(declared.with_changes(non_causal={mode}), each)
+        refuse_undeclared(declared.with_changes(options={"non_causal": {mode}}), each)
         windowed = replace(each, layers=tuple(replace(layer, sliding_window_size=4) for layer in each.layers))
         with pytest.raises(Unsupported, match="a window of layers that are not causal, 4"):
-            refuse_undeclared(declared.with_changes(non_causal={mode}), windowed)
+            refuse_undeclared(declared.with_changes(options={"non_causal": {mode}}), windowed)
 
 
 def test_a_context_that_exceeds_several_capabilities_is_refused_for_each_by_its_record() -> None:
     one = context().layers[0]
     layers = (replace(one, sliding_window_size=4), replace(one, bidirectional_spans=True, is_cross_attention=True))
     heads = {
-        "families": {one.head_layout.name},
-        "head_dims": {one.head_dim},
-        "logit_cap": True,
-        "sinks": True,
-        "max_topk": 1,
+        "heads": {"families": {one.head_layout.name}, "head_dims": {one.head_dim}},
+        "options": {"logit_cap": True, "sinks": True},
+        "bounds": {"max_topk": 1},
     }
-    declared = Capabilities(eager={"decode"}, dtypes={"fp32"}, page_sizes={4}, **heads)
+    declared = Capabilities(
+        eager={"decode"}, precision=Precision(dtypes={"fp32"}), kv_pool=KVPools(page_sizes={4}), **heads
+    )
     assert list(declared.refused(context(layers=layers, draft_widths=(2, 4)))) == [
         ("sliding window", "decode"),
         ("bidirectional spans in", "decode"),
@@ -228,7 +235,10 @@ def test_a_context_that_exceeds_several_capabilities_is_refused_for_each_by_its_
 
 
 def test_a_scaling_that_is_not_the_usual_one() -> None:
-    declared, usual = CAPABILITIES.with_changes(any_scaling=False), f"{DECODE}-s0".replace("-b", "-usualscale-b")[:-3]
+    declared, usual = (
+        CAPABILITIES.with_changes(options={"any_scaling": False}),
+        f"{DECODE}-s0".replace("-b", "-usualscale-b")[:-3],
+    )
     found = {name: each for name, each in outside(declared, case=usual).items() if "scaling" in name}
     (asked,) = found.values()
     assert list(found) == ["a scaling other than 1/sqrt(head_dim)"]
@@ -275,7 +285,7 @@ def test_a_small_window_is_asked_of_trees_where_windows_are_declared_of_them(
     ],
 )
 def test_one_row_more_than_is_declared(mode: ForwardMode, most: int, rows: int | None) -> None:
-    found = outside(CAPABILITIES.with_changes(max_q_rows=most), modes=frozenset({mode}))
+    found = outside(CAPABILITIES.with_changes(bounds={"max_q_rows": most}), modes=frozenset({mode}))
     names = [key for key in found if key.endswith("query rows per request")]
     assert names == ([] if rows is None else [f"{rows} query rows per request"])
     if rows is not None:
@@ -294,7 +304,7 @@ def test_one_row_more_than_is_declared(mode: ForwardMode, most: int, rows: int |
     ],
 )
 def test_one_new_token_more_than_is_declared(mode: ForwardMode, most: int, tokens: int | None) -> None:
-    found = outside(CAPABILITIES.with_changes(max_extend_tokens=most), modes=frozenset({mode}))
+    found = outside(CAPABILITIES.with_changes(bounds={"max_extend_tokens": most}), modes=frozenset({mode}))
     names = [key for key in found if key.endswith("new tokens per request")]
     assert names == ([] if tokens is None else [f"{tokens} new tokens per request"])
     if tokens is not None:
@@ -304,10 +314,10 @@ def test_one_new_token_more_than_is_declared(mode: ForwardMode, most: int, token
 
 @pytest.mark.parametrize(("most", "topk"), [(1, 2), (4, 5), (1023, 1024), (1024, None)])
 def test_one_child_more_than_is_declared(most: int, topk: int | None) -> None:
-    found = outside(CAPABILITIES.with_changes(max_topk=most), modes=VERIFY)
+    found = outside(CAPABILITIES.with_changes(bounds={"max_topk": most}), modes=VERIFY)
     assert [key for key in found if key.startswith("topk")] == ([] if topk is None else [f"topk {topk}"])
     assert topk is None or found[f"topk {topk}"].topk == topk
-    assert not any(key.startswith("topk") for key in outside(CAPABILITIES.with_changes(max_topk=most)))
+    assert not any(key.startswith("topk") for key in outside(CAPABILITIES.with_changes(bounds={"max_topk": most})))
 
 
 def test_a_mode_that_is_declared_neither_eagerly_nor_in_graphs() -> None:
@@ -339,7 +349,7 @@ def test_a_layer_of_other_heads_than_the_first(
     case = f"decode-{heads}-fp32-p4-k5.9-shuffled-gauss-layers3from5-b3prod"
     layers = make_layers(parse_case(case))
     fields = {"layers": layers, "kv_pool": KVPool(64, 4, layers, torch.float32, CPU)}
-    undeclared = CAPABILITIES.with_changes(heads_by_layer=False, **declared)
+    undeclared = CAPABILITIES.with_changes(heads={"heads_by_layer": False}, **declared)
     asked = outside(undeclared, **fields).get(OTHER_HEADS)
     assert OTHER_HEADS not in outside(CAPABILITIES.with_changes(**declared), **fields), "declared"
     assert OTHER_HEADS not in outside(undeclared, layers=layers[:1]), "of one layer"
@@ -349,7 +359,7 @@ def test_a_layer_of_other_heads_than_the_first(
         assert [layer.head_shape for layer in asked.layers] == [first, first, shape]
         assert asked.kv_pool.get_key_buffer(7).shape[1:] == asked.layers[2].head_shape[1:]
         with pytest.raises(Unsupported, match="number of head shapes 2 is not declared"):
-            refuse_undeclared(undeclared.with_changes(families={"mha", "gqa", "mqa"}), asked)
+            refuse_undeclared(undeclared.with_changes(heads={"families": {"mha", "gqa", "mqa"}}), asked)
         refuse_undeclared(CAPABILITIES.with_changes(**declared), asked)
 
 
@@ -357,7 +367,7 @@ def test_sinks_that_are_not_declared_are_one_for_each_head_of_each_layer() -> No
     case = "decode-gqa2x4-d64-fp32-p4-k5.9-shuffled-gauss-layers3from5by4x2d32.8x4d64-b3prod"
     layers = make_layers(parse_case(case))
     fields = {"layers": layers, "kv_pool": KVPool(64, 4, layers, torch.float32, CPU)}
-    asked = outside(CAPABILITIES.with_changes(sinks=False), **fields)["attention sinks"]
+    asked = outside(CAPABILITIES.with_changes(options={"sinks": False}), **fields)["attention sinks"]
     assert [len(layer.sinks) for layer in asked.layers if layer.sinks is not None] == [4, 8, 4]
 
 
@@ -365,7 +375,7 @@ def test_every_way_is_asked_in_some_case(monkeypatch: pytest.MonkeyPatch) -> Non
     made: list[Any] = []
 
     class Takes(TorchNativeBackend):
-        capabilities = CAPABILITIES.with_changes(sinks=False, logit_cap=False)
+        capabilities = CAPABILITIES.with_changes(options={"sinks": False, "logit_cap": False})
 
         def __init__(self, context: BackendContext) -> None:
             made.append(context)
@@ -400,9 +410,13 @@ def test_unsupported_is_right_and_anything_else_is_not(monkeypatch: pytest.Monke
 def test_the_kits_own_constructor_refuses_all_of_it() -> None:
     class Plain(AttentionBackend):
         capabilities = CAPABILITIES.with_changes(
-            eager={"decode", "target-verify"}, graph=(), sinks=False, logit_cap=False, windows=(), max_topk=2,
-            max_q_rows=8, dtypes={"fp32"},
-        )  # fmt: skip
+            eager={"decode", "target-verify"},
+            graph=(),
+            options={"sinks": False, "logit_cap": False},
+            windows=(),
+            bounds={"max_topk": 2, "max_q_rows": 8},
+            precision={"dtypes": {"fp32"}},
+        )
 
         forward = init_forward_metadata = None  # type: ignore[assignment]
 

@@ -22,10 +22,8 @@ EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 ALONE = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b1prod")
 FILLED = parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4small")
 EXACT = CAPABILITIES.with_changes(
-    deterministic=True,
-    batch_invariant=True,
-    mode_invariant=True,
-    needs_cpu_seq_lens=False,
+    promises={"deterministic": True, "batch_invariant": True, "mode_invariant": True},
+    needs={"cpu_seq_lens": False},
     lse=LogSumExp("e", whole={"decode"}),
     server={"finite_padding": True},
 )
@@ -116,7 +114,7 @@ def test_a_wrong_selection_hides_what_follows_from_it(failed: str, hidden: set[s
 
 
 def test_what_is_not_declared_is_not_listed_at_all() -> None:
-    done, missing = evaluated(CAPABILITIES.with_changes(needs_cpu_seq_lens=True), EAGER, Stage.STARTED, ())
+    done, missing = evaluated(CAPABILITIES.with_changes(needs={"cpu_seq_lens": True}), EAGER, Stage.STARTED, ())
     assert not {"repeatable", "batch-invariant", "no-host-lengths"} & {*done, *missing}
 
 

@@ -71,7 +71,7 @@ def test_what_follows_from_wrong_attention_outputs_is_not_reported_twice() -> No
 
 
 def test_with_right_attention_outputs_everything_is_evaluated() -> None:
-    exact = CAPABILITIES.with_changes(deterministic=True, batch_invariant=True)
+    exact = CAPABILITIES.with_changes(promises={"deterministic": True, "batch_invariant": True})
     assert ids(wrong_in_everything(LIMIT / 4)) == [
         "writes-own-kv",
         "mode-outputs",
@@ -79,7 +79,7 @@ def test_with_right_attention_outputs_everything_is_evaluated() -> None:
         "addresses-stable",
     ]
     assert "graph-matches-eager" in ids(wrong_in_everything(LIMIT / 4), exact), "other bits than in eager"
-    for half in ({"deterministic": True}, {"batch_invariant": True}):
+    for half in ({"promises": {"deterministic": True}}, {"promises": {"batch_invariant": True}}):
         assert "graph-matches-eager" not in ids(wrong_in_everything(LIMIT / 4), CAPABILITIES.with_changes(**half))
 
 
@@ -88,7 +88,7 @@ OF_STATES = {"writes-own-state", "state-counts-tokens", "conv-window-exact", "st
 
 
 def test_every_finding_names_its_step() -> None:
-    exact = CAPABILITIES.with_changes(deterministic=True, batch_invariant=True)
+    exact = CAPABILITIES.with_changes(promises={"deterministic": True, "batch_invariant": True})
     evaluated = [wrong_in_everything(value) for value in (4 * LIMIT, torch.inf, LIMIT / 4)]
     expected = expected_zeros(SCHEDULE)
     poisoned = zeros_like(expected)

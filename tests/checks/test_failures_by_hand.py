@@ -424,11 +424,11 @@ def test_a_none_is_a_missing_length_where_the_authors_line_reads_one() -> None:
     for hook in ("reads", "sums"):
         check, hint = tripped(Planned, hook)
         assert check == "no-host-lengths"
-        assert hint.startswith("needs_cpu_seq_lens is False")
+        assert hint.startswith("needs.cpu_seq_lens is False")
 
 
 def test_a_none_that_another_hook_left_may_be_one_and_is_no_verdict() -> None:
     check, hint = tripped(Planned, "uses")
     assert check == "completes"
-    assert hint.startswith("if the missing value is a length: needs_cpu_seq_lens is False")
+    assert hint.startswith("if the missing value is a length: needs.cpu_seq_lens is False")
     assert tripped(Unplanned, "uses") == ("completes", "")

@@ -8,7 +8,7 @@ from by_hand import VERIFY, expected_zeros, observation, schedule_of, zeros_like
 
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.checks.sameness import batch_invariant, mode_invariant, repeatable
-from attn_testkit.contract import Capabilities
+from attn_testkit.contract import Capabilities, HeadShapes, KVPools, Precision, Promises
 from attn_testkit.steps.last_rows import last_rows_of
 from attn_testkit.steps.schedule import only, part
 
@@ -68,11 +68,10 @@ def test_the_last_rows_of_an_extend_have_the_bits_of_another_mode(layer: int, ro
     own = schedule_of("extend-gqa2x2-d32-fp32-p4-k5.9-n3a2.3-shuffled-gauss-b2prod")
     declared = Capabilities(
         eager={"extend", "decode"},
-        mode_invariant=True,
-        families={"gqa"},
-        head_dims={32},
-        dtypes={"fp32"},
-        page_sizes={4},
+        promises=Promises(mode_invariant=True),
+        heads=HeadShapes(families={"gqa"}, head_dims={32}),
+        precision=Precision(dtypes={"fp32"}),
+        kv_pool=KVPools(page_sizes={4}),
     )
     (decode,) = last_rows_of(own, declared)
     expected, mine = expected_zeros(own), expected_zeros(decode)

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Bounds, Capabilities, ForwardMode, HeadShapes, KVPools, Precision
 from attn_testkit_servers.bridges.sglang.versions import CURRENT, OLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,9 +186,13 @@ def test_a_bug_is_looked_for_where_it_shows_and_in_what_the_class_declares(
     wanted = [(decode, "eager"), (decode, "graph"), (windowed, "graph"), (verify, "graph")]
     modes = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
     declared = Capabilities(
-        eager=modes, graph=modes, families={"mha"}, head_dims={16}, page_sizes={16}, dtypes={"fp16"}, max_q_rows=3,
-        max_topk=1,
-    )  # fmt: skip
+        eager=modes,
+        graph=modes,
+        heads=HeadShapes(families={"mha"}, head_dims={16}),
+        kv_pool=KVPools(page_sizes={16}),
+        precision=Precision(dtypes={"fp16"}),
+        bounds=Bounds(max_q_rows=3, max_topk=1),
+    )
     fresh = next(bug for bug in results.BUGS if bug.name == "FreshTensor")
     assert of_ours.supported(declared, wanted, fresh) == [(decode, "graph")]
     assert of_ours.supported(declared, wanted, None) == [(decode, "eager"), (decode, "graph"), (verify, "graph")]

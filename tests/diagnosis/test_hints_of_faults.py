@@ -258,7 +258,7 @@ TOLD = [
         "graph",
         "is not reset between replays: the replay is right if self.counters",
     ),
-    ("eager-forward-waits", ONE_KEY_EACH, "eager", "or declare needs_cpu_seq_lens=True to get seq_lens_cpu"),
+    ("eager-forward-waits", ONE_KEY_EACH, "eager", "or declare needs={'cpu_seq_lens': True} to get seq_lens_cpu"),
 ]
 
 

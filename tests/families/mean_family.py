@@ -9,7 +9,18 @@ from dataclasses import replace
 import torch
 
 from attn_testkit.cases.fields import Fields
-from attn_testkit.contract import AttentionLayer, BackendContext, Capabilities, ForwardBatch, KernelBackend, KernelPlan
+from attn_testkit.contract import (
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    Needs,
+    Precision,
+)
 from attn_testkit.contract.head_layout import HeadLayout, register_head_layout
 from attn_testkit.families.family import Answer, Family, Supposition
 from attn_testkit.families.rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
@@ -79,11 +90,10 @@ class RightBackend(KernelBackend):
         eager={"decode", "extend"},
         graph={"decode"},
         windows={"decode", "extend"},
-        families={NAME},
-        dtypes={"bf16", "fp32"},
-        head_dims={64},
-        page_sizes={1, 16},
-        needs_cpu_seq_lens=False,
+        heads=HeadShapes(families={NAME}, head_dims={64}),
+        precision=Precision(dtypes={"bf16", "fp32"}),
+        kv_pool=KVPools(page_sizes={1, 16}),
+        needs=Needs(cpu_seq_lens=False),
     )
     more = 0
 

@@ -152,7 +152,7 @@ def test_the_watch_of_a_pool_gives_back_what_it_put_and_names_a_written_value(kv
 
 def test_a_backend_refuses_other_differences_of_widths_and_an_undeclared_bias() -> None:
     class Narrow(TorchNativeBackend):
-        capabilities = DECLARED.with_changes(wider_keys={64}, alibi=())
+        capabilities = DECLARED.with_changes(heads={"wider_keys": {64}}, options={"alibi": ()})
 
     wide = make_schedule(parse_case("decode-gqa2x2-d32r32-fp32-p4-k19.6-shuffled-gauss-b2prod"))
     with pytest.raises(Unsupported, match=r"columns by which keys are wider than values, 32"):
@@ -166,8 +166,10 @@ def test_undeclared_contexts_have_a_bias_or_wider_keys_only_where_those_are_not_
     plain = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k19.6-shuffled-gauss-b2prod"))
     context = context_for([plain], CPU, make_layers(plain.case))
     asked = [each for feature in (ALIBI, HEAD_DIM) for each in feature.undeclared]  # type: ignore[union-attr]
-    partly = DECLARED.with_changes(alibi={"extend"}, head_dims={32})
+    partly = DECLARED.with_changes(options={"alibi": {"extend"}}, heads={"head_dims": {32}})
     found = [what for each in asked if (answer := each(partly, context)) for what in answer[:1]]
     assert found == ["ALiBi", "head dim 48", "keys wider than values by 16"]
-    every = DECLARED.with_changes(alibi=[*ForwardMode], wider_keys={16, 32, 48}, head_dims={32, 48, 80, 24})
+    every = DECLARED.with_changes(
+        options={"alibi": [*ForwardMode]}, heads={"wider_keys": {16, 32, 48}, "head_dims": {32, 48, 80, 24}}
+    )
     assert not any(each(every, context) for each in asked)

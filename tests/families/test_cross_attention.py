@@ -18,8 +18,12 @@ from attn_testkit.contract import (
     Capabilities,
     CrossAttention,
     ForwardMode,
+    HeadShapes,
     KernelBackend,
     KernelPlan,
+    KVPools,
+    Needs,
+    Precision,
     Unsupported,
     refuse_undeclared,
 )
@@ -167,11 +171,15 @@ class ByPages(KernelBackend):
     """A kernel that finds keys by pages, in plain torch."""
 
     capabilities = Capabilities(
-        eager={"decode", "extend"}, graph={"decode"}, families={"gqa"}, dtypes={"fp32"}, head_dims={32}, page_sizes={4},
-        gqa_ratios={2}, kv_groups=True, needs_cpu_seq_lens=False,
+        eager={"decode", "extend"},
+        graph={"decode"},
+        heads=HeadShapes(families={"gqa"}, head_dims={32}, gqa_ratios={2}),
+        precision=Precision(dtypes={"fp32"}),
+        kv_pool=KVPools(page_sizes={4}, kv_groups=True),
+        needs=Needs(cpu_seq_lens=False),
         cross_attention={"modes": {"decode", "extend"}, "encoder_slots": {"first", "own_group"}},
         server={"finite_padding": True},
-    )  # fmt: skip
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         layer, width, device = plan.layer, plan.max_q_len, q.device

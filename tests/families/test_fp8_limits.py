@@ -5,7 +5,7 @@ import torch
 
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.rows import Decode
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode, Precision
 from attn_testkit.families.rounding import row_limit
 from attn_testkit.families.softmax.attention import Attention, attend
 from attn_testkit.families.softmax.limits import attention_limit
@@ -101,6 +101,6 @@ def test_without_fp8_in_the_capabilities_limits_are_those_of_the_models_dtype() 
     plain, fp8 = make_schedule(case), make_schedule(case, Numerics("fp8_e4m3"))
     assert (plain.matmul_dtype, fp8.matmul_dtype) == ("model", "fp8_e4m3")
     assert make_schedule(case) is plain
-    assert Capabilities(eager={ForwardMode.DECODE}).matmul_dtype == "model"
+    assert Capabilities(eager={ForwardMode.DECODE}).precision.matmul_dtype == "model"
     with pytest.raises(ValueError, match="did you mean 'fp8_e4m3'"):
-        Capabilities(eager={ForwardMode.DECODE}, matmul_dtype="fp8")
+        Capabilities(eager={ForwardMode.DECODE}, precision=Precision(matmul_dtype="fp8"))

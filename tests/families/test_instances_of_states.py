@@ -49,7 +49,7 @@ def test_core_has_prompts_with_copies_and_drafts_on_one_instance() -> None:
 
 def test_prompts_are_as_long_as_the_drafts_of_an_instance_with_slots() -> None:
     """vLLM took such a prefill for a verify (#53051), and its decode read the table of slots as flat (#52792)."""
-    slots = DECLARED.with_changes(max_topk=1, state=State(k_dims={32}, rollback={"slots"}))
+    slots = DECLARED.with_changes(bounds={"max_topk": 1}, state=State(k_dims={32}, rollback={"slots"}))
     hosts = on_one_instance(slots)[ForwardMode.TARGET_VERIFY]
     assert len({host.heads.family for host in hosts}) == len(hosts) == 2
     host = hosts[0]
@@ -66,16 +66,16 @@ def test_prompts_are_as_long_as_the_drafts_of_an_instance_with_slots() -> None:
 def test_only_a_verify_names_an_instance_with_a_slot_for_each_node() -> None:
     decode = parse_case("decode-gdn4x2-d32-bf16-p16-k33.5-shuffled-mild_decay-k32w4s32-b2prod-multi_mode")
     assert not not_declared(DECLARED, decode)
-    slots = DECLARED.with_changes(max_topk=1, state=State(k_dims={32}, rollback={"slots"}))
+    slots = DECLARED.with_changes(bounds={"max_topk": 1}, state=State(k_dims={32}, rollback={"slots"}))
     assert "a mode without drafts" in not_declared(slots, decode)
 
 
 def test_an_instance_of_several_modes_goes_by_what_is_declared() -> None:
-    plain = DECLARED.with_changes(max_topk=1, state=State(k_dims={32}))
+    plain = DECLARED.with_changes(bounds={"max_topk": 1}, state=State(k_dims={32}))
     without = plain.with_changes(eager=MODES - {ForwardMode.TARGET_VERIFY}, graph={ForwardMode.DECODE})
     hosts = on_one_instance(without)
     assert [mode for mode, cases in hosts.items() if cases] == [ForwardMode.DECODE]
-    short = DECLARED.with_changes(max_extend_tokens=5)
+    short = DECLARED.with_changes(bounds={"max_extend_tokens": 5})
     (host, *_) = on_one_instance(short)[ForwardMode.TARGET_VERIFY]
     (extend,) = (each for each in declared_co_residents(short, host, {ForwardMode.EXTEND}))
     assert extend.new == (5, 5, 3)
@@ -86,7 +86,9 @@ def test_an_instance_of_several_modes_goes_by_what_is_declared() -> None:
 @pytest.mark.parametrize(("width", "there"), [(16, True), (32, False)])
 def test_a_prefill_beyond_a_grid_is_one_of_narrow_heads(width: int, there: bool) -> None:
     """64 heads of 16 by 16 take 5 GB for 1,024 requests; wider ones would take more than machines have."""
-    declared = DECLARED.with_changes(max_topk=1, head_dims={width, 64}, state=State(k_dims={width, 64}))
+    declared = DECLARED.with_changes(
+        bounds={"max_topk": 1}, heads={"head_dims": {width, 64}}, state=State(k_dims={width, 64})
+    )
     cases = [case for case in generate(declared, ForwardMode.EXTEND, "core") if case.bs > 1000]
     assert [case.bs * case.heads.q_heads for case in cases] == [65_536] * there
     assert all(case.new == (1,) * case.bs and 0 in case.prefixes for case in cases)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode, KVPools, Precision
 from attn_testkit.families.expected import expect
 from attn_testkit.running.case_runs.case_run import schedule_for
 from attn_testkit.steps.data import make_layers, make_step_data
@@ -82,11 +82,15 @@ def test_where_the_pool_holds_the_new_rows_already_none_are_given() -> None:
 
 
 def test_the_capability_is_a_mode_and_asks_for_an_fp8_pool() -> None:
-    declared = Capabilities(eager={"decode", "extend"}, kv_dtypes={"fp8_e4m3", "same"}, new_rows_as_given={"extend"})
+    declared = Capabilities(
+        eager={"decode", "extend"},
+        kv_pool=KVPools(kv_dtypes={"fp8_e4m3", "same"}),
+        precision=Precision(new_rows_as_given={"extend"}),
+    )
     extend, decode = parse_case(CASES[3]), parse_case(CASES[0])
     assert schedule_for(extend, declared).new_rows_as_given
     assert schedule_for(decode, declared) is make_schedule(decode)
     plain = parse_case(CASES[3].replace("-kvfp8e4m3", ""))
     assert schedule_for(plain, declared) is make_schedule(plain)
     with pytest.raises(ValueError, match="unknown new_rows_as_given 'extends'; did you mean 'extend'"):
-        Capabilities(eager={ForwardMode.DECODE}, new_rows_as_given={"extends"})
+        Capabilities(eager={ForwardMode.DECODE}, precision=Precision(new_rows_as_given={"extends"}))

@@ -107,13 +107,22 @@ def test_poison_is_nan_in_every_plane_and_in_fp8() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"families": {"mla", "mha"}}, {"dtypes": {"bf16", "fp16"}}, {"head_dims": {512, 64}}]
+    "given",
+    [
+        {"heads": {"families": {"mla", "mha"}}},
+        {"precision": {"dtypes": {"bf16", "fp16"}}},
+        {"heads": {"head_dims": {512, 64}}},
+    ],
 )
 def test_formats_are_declared_for_what_has_such_rows(given: dict) -> None:
-    fitting = {"families": {"mla"}, "dtypes": {"bf16"}, "head_dims": {512}, "kv_dtypes": {"fp8_ds_mla"}}
-    Capabilities(eager={"decode"}, **fitting)
+    fitting = {
+        "heads": {"families": {"mla"}, "head_dims": {512}},
+        "precision": {"dtypes": {"bf16"}},
+        "kv_pool": {"kv_dtypes": {"fp8_ds_mla"}},
+    }
+    declared = Capabilities(eager={"decode"}, **fitting)
     with pytest.raises(ValueError, match="which has no row format for"):
-        Capabilities(eager={"decode"}, **fitting | given)
+        declared.with_changes(**given)
 
 
 @pytest.mark.parametrize("words", ["mqa4-d128-bf16", "mla4-d256r64-fp16", "mla4-d64r64-bf16"])

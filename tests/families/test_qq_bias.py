@@ -22,7 +22,7 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.declared import not_declared
 from attn_testkit.cases.features.qq_bias import QQ_BIAS
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import BackendContext, Capabilities, ForwardMode, Unsupported
+from attn_testkit.contract import BackendContext, Capabilities, ForwardMode, LayerOptions, Unsupported
 from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.steps.data import make_layers, make_step_data
@@ -196,10 +196,10 @@ def test_a_bias_is_not_tried_where_no_server_has_one(case_id: str, why: str) -> 
 
 def test_a_backend_refuses_an_undeclared_bias_and_one_for_each_request_if_it_takes_one_for_all() -> None:
     class Without(TorchNativeBackend):
-        capabilities = DECLARED.with_changes(qq_bias={"extend"})
+        capabilities = DECLARED.with_changes(options={"qq_bias": {"extend"}})
 
     class Shared(TorchNativeBackend):
-        capabilities = DECLARED.with_changes(shared_qq_bias=True)
+        capabilities = DECLARED.with_changes(options={"shared_qq_bias": True})
 
     own, shared = (context(case_of(VERIFY.format("chain4", word))) for word in ("-qqbias", "-qqbiasshared"))
     with pytest.raises(Unsupported, match="an additive bias in target-verify is not declared"):
@@ -211,37 +211,37 @@ def test_a_backend_refuses_an_undeclared_bias_and_one_for_each_request_if_it_tak
 
 
 def test_a_bias_is_declared_for_prompts_and_drafts_and_a_shared_one_with_its_modes() -> None:
-    with pytest.raises(ValueError, match=r"Capabilities.qq_bias may hold only extend and target-verify, got decode"):
-        Capabilities(eager={"decode"}, qq_bias={"decode"})
+    with pytest.raises(ValueError, match=r"LayerOptions.qq_bias may hold only extend and target-verify, got decode"):
+        Capabilities(eager={"decode"}, options=LayerOptions(qq_bias={"decode"}))
     with pytest.raises(ValueError, match="shared_qq_bias without qq_bias"):
-        Capabilities(eager={"decode"}, shared_qq_bias=True)
+        Capabilities(eager={"decode"}, options=LayerOptions(shared_qq_bias=True))
 
 
 def test_undeclared_contexts_have_a_bias_that_is_not_declared() -> None:
     ask = QQ_BIAS.undeclared[0]  # type: ignore[index]
     verify = context(case_of(VERIFY.format("chain4", "")))
-    assert ask(DECLARED.with_changes(qq_bias=()), verify) is not None
+    assert ask(DECLARED.with_changes(options={"qq_bias": ()}), verify) is not None
     assert ask(DECLARED, verify) is None
-    asked = ask(DECLARED.with_changes(qq_bias={"extend"}), verify)
+    asked = ask(DECLARED.with_changes(options={"qq_bias": {"extend"}}), verify)
     assert asked is not None
     assert (asked[0], asked[1].qq_bias) == ("an additive bias", "shared")
-    asked = ask(DECLARED.with_changes(shared_qq_bias=True), verify)
+    asked = ask(DECLARED.with_changes(options={"shared_qq_bias": True}), verify)
     assert asked is not None
     assert (asked[0], asked[1].qq_bias) == ("an additive bias for each request", "own")
 
 
 def test_a_case_of_a_bias_for_each_request_is_not_declared_by_a_backend_that_takes_one_for_all() -> None:
-    shared = DECLARED.with_changes(shared_qq_bias=True)
+    shared = DECLARED.with_changes(options={"shared_qq_bias": True})
     own, same = case_of(CASES[0]), case_of(CASES[2])
     assert (not_declared(DECLARED, own), not_declared(DECLARED, same), not_declared(shared, same)) == ("", "", "")
     assert not_declared(shared, own) == "additive bias for each request"
-    assert not_declared(DECLARED.with_changes(qq_bias={"target-verify"}), same) == "additive bias"
+    assert not_declared(DECLARED.with_changes(options={"qq_bias": {"target-verify"}}), same) == "additive bias"
 
 
 def test_each_declared_mode_has_a_bias_with_and_without_a_window_sinks_and_branches() -> None:
     for mode in ForwardMode:
         found = [case for case in generate(DECLARED, mode, "core") if case.qq_bias != "none"]
-        assert bool(found) is (mode in DECLARED.qq_bias)
+        assert bool(found) is (mode in DECLARED.options.qq_bias)
         for has in (lambda case: case.window >= 0, lambda case: case.sinks, lambda case: case.logit_cap > 0):
             assert {has(case) for case in found} == ({False, True} if found else set())
         assert {case.topk > 1 for case in found} == (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case, parse_case
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode, KVPools, Precision
 from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import attend
@@ -254,14 +254,18 @@ def test_held_queries_keep_zeros_and_the_sign_and_the_largest_is_448_times_a_pow
 
 
 def test_a_scale_is_declared_of_fp8_products_alone_and_spelled_right() -> None:
-    fp8 = Capabilities(eager={ForwardMode.DECODE}, kv_dtypes={"fp8_e4m3"}, matmul_dtype="fp8_e4m3")
-    assert fp8.q_scale == "none"
+    fp8 = Capabilities(
+        eager={ForwardMode.DECODE},
+        kv_pool=KVPools(kv_dtypes={"fp8_e4m3"}),
+        precision=Precision(matmul_dtype="fp8_e4m3"),
+    )
+    assert fp8.precision.q_scale == "none"
     for q_scale in SCALED:
-        assert fp8.with_changes(q_scale=q_scale).q_scale == q_scale
+        assert fp8.with_changes(precision={"q_scale": q_scale}).precision.q_scale == q_scale
         with pytest.raises(ValueError, match="write matmul_dtype='fp8_e4m3', or leave q_scale out"):
-            fp8.with_changes(q_scale=q_scale, matmul_dtype="model")
+            fp8.with_changes(precision={"q_scale": q_scale, "matmul_dtype": "model"})
     with pytest.raises(ValueError, match="did you mean 'per_token'"):
-        fp8.with_changes(q_scale="pertoken")
+        fp8.with_changes(precision={"q_scale": "pertoken"})
     assert "large_and_small_queries" in EXTREME_DATA
 
 

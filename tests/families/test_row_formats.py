@@ -359,7 +359,9 @@ def test_mistakes_about_formats_are_found_and_named(
 def test_a_backend_of_packed_rows_has_layers_of_other_heads_in_other_pools_alone(
     kv_dtypes: set[str], layers_differ: bool
 ) -> None:
-    declared = TorchNativeFormatsBackend.capabilities.with_changes(kv_dtypes=kv_dtypes, heads_by_layer=True)
+    declared = TorchNativeFormatsBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": kv_dtypes}, heads={"heads_by_layer": True}
+    )
     found = [each for each in generate(declared, ForwardMode.DECODE, "core") if each.layers.shapes]
     assert bool(found) is layers_differ
     assert {each.kv_dtype for each in found} <= {"same"}

@@ -298,7 +298,7 @@ def test_every_declared_width_leaves_keys_out_in_some_case_of_core(mode: Forward
     [
         ({"sparse": 16}, "must be a Sparse"),
         ({"sparse": Sparse(topk={16}), "windows": {"decode"}}, "sparse and windows"),
-        ({"sparse": Sparse(topk={16}), "kv_groups": True}, "sparse and kv_groups"),
+        ({"sparse": Sparse(topk={16}), "kv_pool": {"kv_groups": True}}, "sparse and kv_pool.kv_groups"),
         (
             {"sparse": Sparse(topk={16}), "lse": LogSumExp("e", prefix={"decode"})},
             "sparse and KV splits other than whole",

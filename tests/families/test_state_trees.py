@@ -118,9 +118,9 @@ def test_only_declared_kinds_get_branches() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_topk": 1}, "branch need both"),
+        ({"bounds": {"max_topk": 1}}, "branch need both"),
         ({"state": State(k_dims={64})}, "branch need both"),
-        ({"state": State(k_dims={64}, trees={"mamba"}), "families": {"gdn"}}, "branch need both"),
+        ({"state": State(k_dims={64}, trees={"mamba"}), "heads": {"families": {"gdn"}}}, "branch need both"),
         ({"state": State(k_dims={64}, trees={"gdn"}, rollback={"slots"})}, "rollback 'commit'"),
     ],
 )
@@ -156,5 +156,5 @@ def test_big_pools_are_in_core_and_of_every_kind_in_full() -> None:
         return {case.heads.family for case in cases if case.state and case.state.big}
 
     assert [len(kinds(mode, "core")) for mode in ("decode", "extend", "target-verify")] == [1, 1, 0]
-    assert kinds("target-verify", "full") == DECLARED.families
+    assert kinds("target-verify", "full") == DECLARED.heads.families
     assert not kinds("decode", "smoke")

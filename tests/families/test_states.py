@@ -13,7 +13,7 @@ from attn_testkit.cases.state import UNIT_KEYS, StateShape
 from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import Capabilities, ForwardMode, State
+from attn_testkit.contract import Capabilities, ForwardMode, HeadShapes, State
 from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit_corpus.faults import r_prefills as prefills
@@ -70,8 +70,8 @@ def test_a_case_that_cannot_be_is_refused_in_words(name: str, words: str) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"families": {"mha"}}, "layers that keep a state are"),
-        ({"families": {"gdn", "mha"}}, "others have none"),
+        ({"heads": {"families": {"mha"}}}, "layers that keep a state are"),
+        ({"heads": {"families": {"gdn", "mha"}}}, "others have none"),
         ({"eager": {"draft-decode"}, "graph": ()}, "draft-decode: layers that keep a state run in decode"),
         ({"graph": {"draft-extend"}}, "a draft model has attention layers"),
     ],
@@ -84,7 +84,7 @@ def test_capabilities_that_no_case_has_together_are_refused(changes: dict, words
 @pytest.mark.parametrize(("state", "words"), [(None, "need state=State"), ("gdn", "write State")])
 def test_layers_that_keep_a_state_need_a_record_of_it(state: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Capabilities(eager={"decode"}, families={"gdn"}, state=state)  # type: ignore[arg-type]
+        Capabilities(eager={"decode"}, heads=HeadShapes(families={"gdn"}), state=state)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_core_tries_every_declared_value_and_all_kinds_on_exact_data(mode: Forwa
     assert {each.conv_width for each in shapes} == state.conv_widths
     assert {each.strided for each in shapes} == {True, False}
     exact = {case.heads.family for case in cases if case.data == UNIT_KEYS}
-    assert exact == DECLARED.families
+    assert exact == DECLARED.heads.families
     assert all(parse_case(case.id) == case for case in cases)
     assert not [case.id for case in cases if not_declared(DECLARED, case)]
     if mode is ForwardMode.EXTEND:
@@ -135,7 +135,9 @@ def test_core_tries_every_declared_value_and_all_kinds_on_exact_data(mode: Forwa
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY])
 def test_core_tries_values_that_its_array_has_no_room_for(mode: ForwardMode) -> None:
     state = State(k_dims={16, 64, 96, 128, 256}, strided=True)
-    many = DECLARED.with_changes(gqa_ratios={1, 2, 3, 4, 8}, head_dims={32, 48, 64, 128, 256}, max_topk=1, state=state)
+    many = DECLARED.with_changes(
+        heads={"gqa_ratios": {1, 2, 3, 4, 8}, "head_dims": {32, 48, 64, 128, 256}}, bounds={"max_topk": 1}, state=state
+    )
     assert {name for name, _ in not_covered(many, mode, generate(many, mode, "core"))} <= {"context", "extend"}
     assert {name for name, _ in not_covered(many, mode, generate(many, mode, "smoke"))} >= {"state k_dim", "head_dim"}
 
@@ -147,7 +149,7 @@ def test_no_case_asks_for_a_convention_that_is_not_declared(mode: ForwardMode) -
         k_dims={32, 64}, dtypes={"bf16"}, orders={"kv"}, padding={"write_zero"}, fresh={"zeroed"},
         rollback={"slots"}, conv_widths={2, 4},
     )  # fmt: skip
-    few = DECLARED.with_changes(gqa_ratios={1, 2, 3, 4, 8}, max_topk=1, state=state)
+    few = DECLARED.with_changes(heads={"gqa_ratios": {1, 2, 3, 4, 8}}, bounds={"max_topk": 1}, state=state)
     assert not [case.id for tier in ("smoke", "core") for case in generate(few, mode, tier) if not_declared(few, case)]
 
 

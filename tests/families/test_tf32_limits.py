@@ -20,7 +20,7 @@ from attn_testkit.steps.schedule import make_schedule
 
 CASE = "decode-gqa2x2-d64-{}-p16-k9.70.300-shuffled-{}-b4prod"
 IEEE = TorchNativeBackend.capabilities
-TF32 = IEEE.with_changes(fp32_products="tf32")
+TF32 = IEEE.with_changes(precision={"fp32_products": "tf32"})
 
 
 def cut_off(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -34,8 +34,8 @@ def cut_off(numbers: torch.Tensor, bits: int) -> torch.Tensor:
         ("fp32", "gauss", TF32, "tf32"),
         ("bf16", "gauss", TF32, "model"),
         ("fp32", "gauss-kvfp8e4m3", TF32, "tf32"),
-        ("fp32", "gauss-kvfp8e4m3", TF32.with_changes(matmul_dtype="fp8_e4m3"), "fp8_e4m3"),
-        ("fp32", "gauss", TF32.with_changes(matmul_dtype="fp8_e4m3"), "tf32"),
+        ("fp32", "gauss-kvfp8e4m3", TF32.with_changes(precision={"matmul_dtype": "fp8_e4m3"}), "fp8_e4m3"),
+        ("fp32", "gauss", TF32.with_changes(precision={"matmul_dtype": "fp8_e4m3"}), "tf32"),
     ],
 )
 def test_the_coarser_of_the_capabilities_that_apply_counts(dtype: str, words: str, declared, products: str) -> None:

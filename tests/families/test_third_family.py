@@ -80,7 +80,9 @@ def test_questions_of_softmax_are_absent_in_another_family(mean: ModuleType) -> 
 
 def test_what_means_nothing_to_a_family_is_refused_by_name_and_never_planned(mean: ModuleType) -> None:
     class TakesSinks(mean.RightBackend):
-        capabilities = mean.RightBackend.capabilities.with_changes(sinks=True, graph=set(), eager={"decode"})
+        capabilities = mean.RightBackend.capabilities.with_changes(
+            options={"sinks": True}, graph=set(), eager={"decode"}
+        )
 
     named = WINDOWED.replace("-w11-", "-w11-sink-")
     assert meaningless(parse_case(named)) == ["sinks"]

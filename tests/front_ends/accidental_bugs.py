@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_testkit.contract import Capabilities, KernelPlan
+from attn_testkit.contract import Capabilities, HeadShapes, KernelPlan, KVPools, Needs, Precision
 from attn_testkit.examples import MinimalBackend
 
 __all__ = ["Fp16Accumulator", "NarrowPageOffsets", "OneRemainder", "RaisesInAGroup", "ShortContext"]
@@ -17,9 +17,12 @@ class Decode(MinimalBackend):
     """A correct decode kernel, eager only, so that smoke is quick."""
 
     capabilities = Capabilities(
-        eager={"decode"}, families={"mha", "gqa"}, head_dims={64, 128}, dtypes={"fp16", "bf16"}, page_sizes={16, 64},
-        gqa_ratios={2, 4, 8}, needs_cpu_seq_lens=False,
-    )  # fmt: skip
+        eager={"decode"},
+        heads=HeadShapes(families={"mha", "gqa"}, head_dims={64, 128}, gqa_ratios={2, 4, 8}),
+        precision=Precision(dtypes={"fp16", "bf16"}),
+        kv_pool=KVPools(page_sizes={16, 64}),
+        needs=Needs(cpu_seq_lens=False),
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         request, visible = self.visible(q, plan)

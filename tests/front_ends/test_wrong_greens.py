@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.cli import main
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Bounds, Capabilities, ForwardMode, HeadShapes, KVPools, Precision
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, read_report
 from attn_testkit.reports.verdict import conclude
@@ -89,7 +89,8 @@ def test_what_is_not_declared_stands_next_to_the_verdict(tmp_path, capsys):
         "graph for decode",
         "target-verify, draft-extend, draft-extend-v2, draft-decode",
         "gqa, mqa, mla",
-        "left at the default: families, head_dims, dtypes, page_sizes, max_context_len",
+        "left at the default: heads.families, heads.head_dims, precision.dtypes, kv_pool.page_sizes, "
+        "bounds.max_context_len",
     )
     header = replace(HEADER, not_declared={"m:B": narrow})
     line = f"not declared: {'; '.join(narrow)}"
@@ -105,17 +106,26 @@ def test_what_is_not_declared_stands_next_to_the_verdict(tmp_path, capsys):
 def test_what_is_declared_is_not_named():
     every = frozenset(ForwardMode)
     wide = Capabilities(
-        eager=every, graph=every, families={"mha", "gqa", "mqa", "mla"}, gqa_ratios={2}, head_dims={128},
-        dtypes={"bf16"}, page_sizes={64}, max_context_len=4096, max_q_rows=4, max_topk=1,
-    )  # fmt: skip
+        eager=every,
+        graph=every,
+        heads=HeadShapes(families={"mha", "gqa", "mqa", "mla"}, gqa_ratios={2}, head_dims={128}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={64}),
+        bounds=Bounds(max_context_len=4096, max_q_rows=4, max_topk=1),
+    )
     assert not_declared_here(wide) == ()
     assert not_declared_here(wide.with_changes(eager={"decode"})) == (
         "eager for target-verify, draft-extend, draft-extend-v2, extend, draft-decode",
     )
-    assert not_declared_here(wide.with_changes(gqa_ratios={1, 2, 4, 8})) == (), "written, though it equals the default"
+    assert not_declared_here(wide.with_changes(heads={"gqa_ratios": {1, 2, 4, 8}})) == (), (
+        "written, though it equals the default"
+    )
     defaults = Capabilities(eager={"decode"}).with_changes(graph={"decode"})
     assert not_declared_here(pickle.loads(pickle.dumps(defaults)))[-1].startswith(
-        "left at the default: families, head_dims"
+        "left at the default: heads.families, heads.head_dims"
     )
-    written = defaults.with_changes(families={"mha"}, head_dims={64, 128})
-    assert not_declared_here(written)[-1] == "left at the default: dtypes, page_sizes, max_context_len"
+    written = defaults.with_changes(heads={"families": {"mha"}, "head_dims": {64, 128}})
+    assert (
+        not_declared_here(written)[-1]
+        == "left at the default: precision.dtypes, kv_pool.page_sizes, bounds.max_context_len"
+    )

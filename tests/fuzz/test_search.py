@@ -62,20 +62,22 @@ def test_every_case_is_one_that_an_id_rebuilds_and_that_the_capabilities_hold(da
     case = data.draw(random_cases(CAPABILITIES, mode))
     assert parse_case(case.id) == case
     assert case.mode is mode
-    assert case.heads.family in CAPABILITIES.families
-    assert case.head_dim in CAPABILITIES.head_dims
-    assert case.page_size in CAPABILITIES.page_sizes
+    assert case.heads.family in CAPABILITIES.heads.families
+    assert case.head_dim in CAPABILITIES.heads.head_dims
+    assert case.page_size in CAPABILITIES.kv_pool.page_sizes
     assert max(rows_of(case)) <= (
-        CAPABILITIES.max_extend_tokens if mode is ForwardMode.EXTEND else CAPABILITIES.max_q_rows
+        CAPABILITIES.bounds.max_extend_tokens if mode is ForwardMode.EXTEND else CAPABILITIES.bounds.max_q_rows
     )
-    assert case.topk <= CAPABILITIES.max_topk
-    assert context_len(case) <= CAPABILITIES.max_context_len
+    assert case.topk <= CAPABILITIES.bounds.max_topk
+    assert context_len(case) <= CAPABILITIES.bounds.max_context_len
 
 
 NARROW = MinimalBackend.capabilities.with_changes(
-    page_sizes={16}, head_dims={64}, dtypes={"bf16"}, max_q_rows=2, max_topk=1, max_context_len=300, families={"mqa"},
-    gqa_ratios={4}, max_extend_tokens=5,
-)  # fmt: skip
+    kv_pool={"page_sizes": {16}},
+    heads={"head_dims": {64}, "families": {"mqa"}, "gqa_ratios": {4}},
+    precision={"dtypes": {"bf16"}},
+    bounds={"max_q_rows": 2, "max_topk": 1, "max_context_len": 300, "max_extend_tokens": 5},
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -100,7 +102,7 @@ def test_what_everything_is_shrunk_towards_is_the_plainest_case(declared: Capabi
 
 def test_what_no_capability_leaves_a_head_layout_for_is_said() -> None:
     with pytest.raises(ValueError, match="decode is declared, but no head layout that goes with it is"):
-        random_cases(CAPABILITIES.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)
+        random_cases(CAPABILITIES.with_changes(heads={"families": {"gqa"}, "gqa_ratios": {1}}), ForwardMode.DECODE)
 
 
 def test_a_failure_is_made_small_and_says_what_is_not_plain() -> None:

@@ -14,9 +14,14 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.contract import (
+    Bounds,
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
+    KVPools,
+    Needs,
+    Precision,
     ServerConventions,
     State,
     StateBackend,
@@ -44,15 +49,25 @@ class FLA(StateBackend):
     """``fused_recurrent_*`` for a row of each request, ``chunk_*`` for prompts."""
 
     capabilities = Capabilities(
-        eager={"decode", "extend", "target-verify"}, graph={"decode", "target-verify"},
-        families={"gdn", "kda", "mamba", "lightning"}, gqa_ratios={1, 2, 4}, head_dims={64, 128}, dtypes={"bf16"},
-        page_sizes={16}, max_q_rows=6, max_topk=1, needs_cpu_seq_lens=False,
+        eager={"decode", "extend", "target-verify"},
+        graph={"decode", "target-verify"},
+        heads=HeadShapes(families={"gdn", "kda", "mamba", "lightning"}, gqa_ratios={1, 2, 4}, head_dims={64, 128}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={16}),
+        bounds=Bounds(max_q_rows=6, max_topk=1),
+        needs=Needs(cpu_seq_lens=False),
         state=State(
-            k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={1, 4}, padding={"skip_minus_one", "skip_zero"},
-            fresh={"flag", "zeroed"}, rollback={"commit", "slots"}, strided=True, products="model",
+            k_dims={64, 128},
+            dtypes={"fp32", "bf16"},
+            conv_widths={1, 4},
+            padding={"skip_minus_one", "skip_zero"},
+            fresh={"flag", "zeroed"},
+            rollback={"commit", "slots"},
+            strided=True,
+            products="model",
         ),
         server=ServerConventions(eager_without_waits=False),
-    )  # fmt: skip
+    )
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:

@@ -9,7 +9,17 @@ import torch
 import triton
 from alone import FLAG_GEMS, load
 
-from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan, ServerConventions
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    Needs,
+    Promises,
+    ServerConventions,
+)
 
 _BLOCK_H, _BLOCK_N = 64, 64
 
@@ -19,10 +29,15 @@ class FlashMLA(KernelBackend):
     1/sqrt(576), which is no model's."""
 
     capabilities = Capabilities(
-        eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mla"}, head_dims={512},
-        mla_rope_dims={64}, gqa_ratios={16, 64, 128}, page_sizes={16, 64}, max_draft_branches=4,
-        needs_cpu_seq_lens=False, server=ServerConventions(takes_none_kv=True), deterministic=True,
-    )  # fmt: skip
+        eager={"decode", "draft-decode"},
+        graph={"decode", "draft-decode"},
+        heads=HeadShapes(families={"mla"}, head_dims={512}, mla_rope_dims={64}, gqa_ratios={16, 64, 128}),
+        kv_pool=KVPools(page_sizes={16, 64}),
+        bounds=Bounds(max_draft_branches=4),
+        needs=Needs(cpu_seq_lens=False),
+        server=ServerConventions(takes_none_kv=True),
+        promises=Promises(deterministic=True),
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         layer, q = plan.layer, q.contiguous()

@@ -19,16 +19,10 @@ class PageTableTransform(TorchNativeSparseBackend):
     """``top_k_page_table_transform`` with a table of slots."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        eager=_MODES,
-        graph=_MODES,
-        families={"mqa", "mla"},
-        dtypes={"bf16"},
-        sparse=Sparse(
+        eager=_MODES, graph=_MODES, heads={"families": {"mqa", "mla"}}, precision={"dtypes": {"bf16"}}, sparse=Sparse(
             topk={16, 64, 2048}, index_space="slots", any_padding=True,
             indexer=Indexer(heads={4, 64}, reuses_selections=True),
-        ),
-        deterministic=False,
-        requires=Requires(packages=("flashinfer-python",), sm=(80, 120)),
+        ), promises={"deterministic": False}, requires=Requires(packages=("flashinfer-python",), sm=(80, 120)),
     )  # fmt: skip
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
@@ -58,7 +52,7 @@ class PageTableTransform(TorchNativeSparseBackend):
 class PageTableTransformPages(PageTableTransform):
     """The same with a table of pages."""
 
-    capabilities = PageTableTransform.capabilities.with_changes(page_sizes={16, 64})
+    capabilities = PageTableTransform.capabilities.with_changes(kv_pool={"page_sizes": {16, 64}})
 
     def best(
         self, scores: torch.Tensor, lengths: torch.Tensor, request: torch.Tensor, plan: KernelPlan

@@ -10,7 +10,18 @@ from types import SimpleNamespace
 import torch
 from alone import LIGHTLLM, load
 
-from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan, ServerConventions
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    LayerOptions,
+    Needs,
+    Promises,
+    ServerConventions,
+)
 
 _OPS = "lightllm.models.llama.triton_kernel"
 
@@ -19,10 +30,16 @@ class GQADecode(KernelBackend):
     """``gqa_decode_attention_fwd``: one row for each request, over a table of slots. The only scale is 1/sqrt(D)."""
 
     capabilities = Capabilities(
-        eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mha", "gqa", "mqa"},
-        head_dims={64, 128}, page_sizes={1, 16}, max_draft_branches=4, any_scaling=False, needs_cpu_seq_lens=False,
-        server=ServerConventions(takes_none_kv=True), deterministic=True,
-    )  # fmt: skip
+        eager={"decode", "draft-decode"},
+        graph={"decode", "draft-decode"},
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}, head_dims={64, 128}),
+        kv_pool=KVPools(page_sizes={1, 16}),
+        bounds=Bounds(max_draft_branches=4),
+        options=LayerOptions(any_scaling=False),
+        needs=Needs(cpu_seq_lens=False),
+        server=ServerConventions(takes_none_kv=True),
+        promises=Promises(deterministic=True),
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         k, v = (pages.flatten(0, 1) for pages in kv)
@@ -37,7 +54,10 @@ class FlashDecoding(GQADecode):
     """``token_decode_attention_flash_decoding``: q.k is multiplied and summed in the model's dtype."""
 
     capabilities = GQADecode.capabilities.with_changes(
-        eager={"decode"}, graph=frozenset(), families={"mha"}, gqa_ratios={1}, max_draft_branches=1
+        eager={"decode"},
+        graph=frozenset(),
+        heads={"families": {"mha"}, "gqa_ratios": {1}},
+        bounds={"max_draft_branches": 1},
     )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

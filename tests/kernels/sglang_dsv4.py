@@ -12,7 +12,19 @@ from typing import Any
 import torch
 from alone import SGLANG, load
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    LayerOptions,
+    Needs,
+    Precision,
+    Sparse,
+)
 
 __all__ = ["UnifiedDecode", "UnifiedDecodeSplits", "UnifiedPrefill"]
 
@@ -23,11 +35,16 @@ class UnifiedDecode(KernelBackend):
     """``sparse_attn_v4_paged_decode``: lists of slots, one after the other, without -1."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mla"}, dtypes={"bf16", "fp16"},
-        head_dims={448}, mla_rope_dims={64}, gqa_ratios={4, 16, 64}, page_sizes={1, 64}, max_q_rows=8, max_topk=1,
-        max_draft_branches=4, sinks=True, needs_cpu_seq_lens=False,
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        heads=HeadShapes(families={"mla"}, head_dims={448}, mla_rope_dims={64}, gqa_ratios={4, 16, 64}),
+        precision=Precision(dtypes={"bf16", "fp16"}),
+        kv_pool=KVPools(page_sizes={1, 64}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+        options=LayerOptions(sinks=True),
+        needs=Needs(cpu_seq_lens=False),
         sparse=Sparse(topk={64, 128, 2048}, index_space="slots", holes=True, empty_rows=True),
-    )  # fmt: skip
+    )
     splits = 1
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

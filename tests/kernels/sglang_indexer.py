@@ -36,9 +36,9 @@ class IndexerAmax(TorchNativeSparseSlotsBackend):
     capabilities = TorchNativeSparseSlotsBackend.capabilities.with_changes(
         eager=_MODES,
         graph=_MODES,
-        families={"mla"},
-        dtypes={"bf16", "fp16"},
-        page_sizes={64},
+        heads={"families": {"mla"}},
+        precision={"dtypes": {"bf16", "fp16"}},
+        kv_pool={"page_sizes": {64}},
         sparse=Sparse(topk={64, 2048}, index_space="slots", any_padding=True, indexer=Indexer(heads={4, 64})),
     )
     scale_format: str | None = None

@@ -10,7 +10,21 @@ from typing import Any
 import torch
 from alone import SGLANG, SGLANG_STORE, load
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions, Sparse
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    LayerOptions,
+    Needs,
+    Precision,
+    Promises,
+    ServerConventions,
+    Sparse,
+)
 
 _OPS = "sglang.kernels.ops.attention"
 _SPLITS = 8
@@ -22,10 +36,16 @@ class Decode(KernelBackend):
     """``decode_attention_fwd``: one row for each request, over lists of slots, in splits of the keys."""
 
     capabilities = Capabilities(
-        eager=_DECODES, graph=_DECODES, families={"gqa", "mqa"}, kv_dtypes={"same"}, head_dims={64, 128, 256},
-        page_sizes={1, 16, 64}, max_draft_branches=4, logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
-        server=ServerConventions(takes_none_kv=True), deterministic=True,
-    )  # fmt: skip
+        eager=_DECODES,
+        graph=_DECODES,
+        heads=HeadShapes(families={"gqa", "mqa"}, head_dims={64, 128, 256}),
+        kv_pool=KVPools(kv_dtypes={"same"}, page_sizes={1, 16, 64}),
+        bounds=Bounds(max_draft_branches=4),
+        options=LayerOptions(logit_cap=True, sinks=True),
+        needs=Needs(cpu_seq_lens=False),
+        server=ServerConventions(takes_none_kv=True),
+        promises=Promises(deterministic=True),
+    )
     is_mla = False
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
@@ -48,7 +68,10 @@ class DecodeMHA(Decode):
     outside of the limits where logits are large, so that decode is enough to see it."""
 
     capabilities = Decode.capabilities.with_changes(
-        eager={"decode"}, graph=frozenset(), families={"mha"}, gqa_ratios={1}, max_draft_branches=1
+        eager={"decode"},
+        graph=frozenset(),
+        heads={"families": {"mha"}, "gqa_ratios": {1}},
+        bounds={"max_draft_branches": 1},
     )
 
 
@@ -56,7 +79,8 @@ class DecodeMLA(Decode):
     """The same with ``has_mla``: values are the first columns of the keys."""
 
     capabilities = Decode.capabilities.with_changes(
-        families={"mla"}, head_dims={512}, mla_rope_dims={64}, gqa_ratios={4, 16, 128}, logit_cap=False, sinks=False
+        heads={"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}, "gqa_ratios": {4, 16, 128}},
+        options={"logit_cap": False, "sinks": False},
     )
     is_mla = True
 
@@ -65,7 +89,7 @@ class DecodeMLARope32(DecodeMLA):
     """Latent rows of 512 + 32 as well, for which the launcher has no split of its own."""
 
     capabilities = DecodeMLA.capabilities.with_changes(
-        eager={"decode"}, graph=frozenset(), mla_rope_dims={32, 64}, max_draft_branches=1
+        eager={"decode"}, graph=frozenset(), heads={"mla_rope_dims": {32, 64}}, bounds={"max_draft_branches": 1}
     )
 
 
@@ -73,10 +97,16 @@ class Extend(KernelBackend):
     """``extend_attention_fwd``: the step's own rows as given, the prefix from the pool. Chains and trees."""
 
     capabilities = Capabilities(
-        eager=_EXTENDS, graph=_EXTENDS, families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256},
-        page_sizes={1, 16, 64}, max_q_rows=8, max_topk=4, logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
-        deterministic=True, new_rows_as_given=_EXTENDS,
-    )  # fmt: skip
+        eager=_EXTENDS,
+        graph=_EXTENDS,
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256}),
+        kv_pool=KVPools(page_sizes={1, 16, 64}),
+        bounds=Bounds(max_q_rows=8, max_topk=4),
+        options=LayerOptions(logit_cap=True, sinks=True),
+        needs=Needs(cpu_seq_lens=False),
+        promises=Promises(deterministic=True),
+        precision=Precision(new_rows_as_given=_EXTENDS),
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         layer = plan.layer
@@ -116,10 +146,15 @@ class Extend(KernelBackend):
 
 
 _SPARSE = Capabilities(
-    eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mla"}, dtypes={"bf16"}, head_dims={512},
-    mla_rope_dims={64}, gqa_ratios={4, 16, 64}, page_sizes={1, 64}, max_q_rows=8, max_topk=1, max_draft_branches=4,
-    sparse=Sparse(topk={64, 128, 2048}, index_space="slots", holes=True, empty_rows=True), needs_cpu_seq_lens=False,
-)  # fmt: skip
+    eager=frozenset(ForwardMode),
+    graph=frozenset(ForwardMode),
+    heads=HeadShapes(families={"mla"}, head_dims={512}, mla_rope_dims={64}, gqa_ratios={4, 16, 64}),
+    precision=Precision(dtypes={"bf16"}),
+    kv_pool=KVPools(page_sizes={1, 64}),
+    bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+    sparse=Sparse(topk={64, 128, 2048}, index_space="slots", holes=True, empty_rows=True),
+    needs=Needs(cpu_seq_lens=False),
+)
 
 
 class SparseMLAPrefill(KernelBackend):
@@ -168,7 +203,7 @@ class SparseMLAPacked(KernelBackend):
     """Packed rows of 656 bytes: stored by ``quantize_k_cache_separate`` and ``set_mla_kv_buffer_triton``, and read by
     ``dequantize_k_cache_paged_dsa`` into bf16 rows, which ``sparse_mla_prefill`` attends, as prefills do."""
 
-    capabilities = _SPARSE.with_changes(kv_dtypes={"fp8_ds_mla"})
+    capabilities = _SPARSE.with_changes(kv_pool={"kv_dtypes": {"fp8_ds_mla"}})
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         layer, quantize = plan.layer, load("sglang.kernels.ops.quantization.dsa_quant_k_cache", SGLANG)

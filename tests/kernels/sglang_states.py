@@ -9,7 +9,19 @@ import torch
 from alone import SGLANG, load
 from typing_extensions import override
 
-from attn_testkit.contract import Capabilities, ForwardBatch, State, StateBackend, StateInput, StateLayer
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    ForwardBatch,
+    HeadShapes,
+    KVPools,
+    Needs,
+    Precision,
+    State,
+    StateBackend,
+    StateInput,
+    StateLayer,
+)
 
 _OPS = "sglang.kernels.ops"
 _GIVEN = {
@@ -27,10 +39,15 @@ class DeltaRule(StateBackend):
     """``causal_conv1d_update``, then ``fused_sigmoid_gating_delta_rule_update``, as ``GDNAttnBackend`` calls them."""
 
     capabilities = Capabilities(
-        eager={"decode", "target-verify"}, graph={"decode", "target-verify"}, families={"gdn", "kda"},
-        gqa_ratios={1, 2, 4}, head_dims={64, 128}, dtypes={"bf16"}, page_sizes={16}, max_q_rows=6, max_topk=1,
-        state=State(k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_products="model"), needs_cpu_seq_lens=False,
-    )  # fmt: skip
+        eager={"decode", "target-verify"},
+        graph={"decode", "target-verify"},
+        heads=HeadShapes(families={"gdn", "kda"}, gqa_ratios={1, 2, 4}, head_dims={64, 128}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={16}),
+        bounds=Bounds(max_q_rows=6, max_topk=1),
+        state=State(k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_products="model"),
+        needs=Needs(cpu_seq_lens=False),
+    )
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:

@@ -9,7 +9,17 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions
+from attn_testkit.contract import (
+    Bounds,
+    Capabilities,
+    ForwardMode,
+    HeadShapes,
+    KernelBackend,
+    KernelPlan,
+    KVPools,
+    Needs,
+    ServerConventions,
+)
 
 _MODES = frozenset(ForwardMode)
 
@@ -18,10 +28,15 @@ class Gathered(KernelBackend):
     """Keys of each row in one tensor, and which of them it sees. Chains alone."""
 
     capabilities = Capabilities(
-        eager=_MODES, graph=_MODES, families={"mha", "gqa", "mqa"}, head_dims={64, 128}, page_sizes={1, 16, 64},
-        max_q_rows=8, max_topk=1, max_draft_branches=4, windows=_MODES, needs_cpu_seq_lens=False,
+        eager=_MODES,
+        graph=_MODES,
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}, head_dims={64, 128}),
+        kv_pool=KVPools(page_sizes={1, 16, 64}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+        windows=_MODES,
+        needs=Needs(cpu_seq_lens=False),
         server=ServerConventions(takes_none_kv=True),
-    )  # fmt: skip
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         row = torch.arange(len(q), device=q.device)
@@ -59,7 +74,7 @@ class SDPA(Gathered):
 class SDPAFloatMask(Gathered):
     """Attention with a float mask of the model's dtype, which holds -inf for hidden keys and a bias for others."""
 
-    capabilities = Gathered.capabilities.with_changes(qq_bias={"extend", "target-verify"})
+    capabilities = Gathered.capabilities.with_changes(options={"qq_bias": {"extend", "target-verify"}})
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, plan: KernelPlan
@@ -82,7 +97,7 @@ class Flex(Gathered):
     the device at each call (``_math_attention_inner``). Mask and soft cap are a ``score_mod``."""
 
     capabilities = Gathered.capabilities.with_changes(
-        graph=frozenset(), logit_cap=True, server={"eager_without_waits": False}
+        graph=frozenset(), options={"logit_cap": True}, server={"eager_without_waits": False}
     )
 
     def attend(

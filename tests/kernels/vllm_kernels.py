@@ -12,12 +12,19 @@ import torch
 from alone import VLLM, load
 
 from attn_testkit.contract import (
+    Bounds,
     Capabilities,
     ForwardMode,
+    HeadShapes,
     KernelBackend,
     KernelPlan,
     KVLayer,
+    KVPools,
     KVPoolSpec,
+    LayerOptions,
+    Needs,
+    Precision,
+    Promises,
     ServerConventions,
     Sparse,
 )
@@ -31,13 +38,19 @@ class Unified(KernelBackend):
     """``unified_attention``: every mode over pages. Chains alone."""
 
     capabilities = Capabilities(
-        eager=_MODES, graph=_MODES, families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256}, page_sizes={16, 32, 64},
-        max_q_rows=8, max_topk=1, max_draft_branches=4, windows=_MODES, logit_cap=True, sinks=True,
-        needs_cpu_seq_lens=False, deterministic=True,
+        eager=_MODES,
+        graph=_MODES,
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256}),
+        kv_pool=KVPools(page_sizes={16, 32, 64}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+        windows=_MODES,
+        options=LayerOptions(logit_cap=True, sinks=True),
+        needs=Needs(cpu_seq_lens=False),
+        promises=Promises(deterministic=True),
         server=ServerConventions(
             takes_none_kv=True, padded_requests={"rows", "nothing"}, verify_lens={"prefix", "all"}
         ),
-    )  # fmt: skip
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         layer, module = plan.layer, load(f"{_OPS}.triton_unified_attention", VLLM)
@@ -55,7 +68,7 @@ class Unified(KernelBackend):
 class UnifiedFP8(Unified):
     """The same over an FP8 pool, queries in the model's dtype."""
 
-    capabilities = Unified.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
+    capabilities = Unified.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_e4m3"}})
 
 
 class UnifiedPerTokenHead(Unified):
@@ -63,9 +76,13 @@ class UnifiedPerTokenHead(Unified):
     (``TritonAttentionImpl.do_kv_cache_update``). Scales lie in the row, as in vLLM 0.33, or in memory of their own."""
 
     capabilities = Unified.capabilities.with_changes(
-        kv_dtypes={"int8_per_token_head", "fp8_per_token_head", "int8_per_token_head_apart"},
-        kv_layouts={"nhd", "side-by-side-hnd"}, dtypes={"bf16"}, server={"padding_slots": {0, -1}},
-    )  # fmt: skip
+        kv_pool={
+            "kv_dtypes": {"int8_per_token_head", "fp8_per_token_head", "int8_per_token_head_apart"},
+            "kv_layouts": {"nhd", "side-by-side-hnd"},
+        },
+        precision={"dtypes": {"bf16"}},
+        server={"padding_slots": {0, -1}},
+    )
 
     def planes(self, plan: KernelPlan, module: Any) -> dict[str, Any]:
         """Arguments about the cache: views of numbers and scales, and the mode."""
@@ -101,7 +118,7 @@ class UnifiedPerTokenHead(Unified):
 class UnifiedTF32(Unified):
     """The same in float32, whose dots are tf32."""
 
-    capabilities = Unified.capabilities.with_changes(dtypes={"fp32"}, fp32_products="tf32")
+    capabilities = Unified.capabilities.with_changes(precision={"dtypes": {"fp32"}, "fp32_products": "tf32"})
 
 
 class ChunkedPrefillPagedDecode(KernelBackend):
@@ -109,12 +126,17 @@ class ChunkedPrefillPagedDecode(KernelBackend):
     those of one. Graphs of extend have requests without rows, and are not declared: see ``WithPaddedRequests``."""
 
     capabilities = Capabilities(
-        eager=_MODES, graph=_MODES - {ForwardMode.EXTEND}, families={"mha", "gqa", "mqa"}, head_dims={64, 128},
-        page_sizes={16, 32, 64},
-        kv_layouts={"custom"}, max_q_rows=8, max_topk=1, max_draft_branches=4, sinks=True, needs_cpu_seq_lens=False,
-        new_rows_as_given=_MODES - {ForwardMode.DECODE, ForwardMode.DRAFT_DECODE}, deterministic=True,
+        eager=_MODES,
+        graph=_MODES - {ForwardMode.EXTEND},
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}, head_dims={64, 128}),
+        kv_pool=KVPools(page_sizes={16, 32, 64}, kv_layouts={"custom"}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+        options=LayerOptions(sinks=True),
+        needs=Needs(cpu_seq_lens=False),
+        precision=Precision(new_rows_as_given=_MODES - {ForwardMode.DECODE, ForwardMode.DRAFT_DECODE}),
+        promises=Promises(deterministic=True),
         server=ServerConventions(verify_lens={"prefix", "all"}),
-    )  # fmt: skip
+    )
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
@@ -161,9 +183,13 @@ class PrefixPrefill(ChunkedPrefillPagedDecode):
     """``context_attention_fwd`` alone, for every mode whose requests have rows of their own."""
 
     capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(
-        eager=_MODES - {ForwardMode.DRAFT_DECODE}, graph=_MODES - {ForwardMode.DRAFT_DECODE}, max_draft_branches=1,
-        new_rows_as_given=_MODES, windows=_MODES, server={"padded_requests": {"rows", "nothing"}},
-    )  # fmt: skip
+        eager=_MODES - {ForwardMode.DRAFT_DECODE},
+        graph=_MODES - {ForwardMode.DRAFT_DECODE},
+        bounds={"max_draft_branches": 1},
+        precision={"new_rows_as_given": _MODES},
+        windows=_MODES,
+        server={"padded_requests": {"rows", "nothing"}},
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         layer, module = plan.layer, load(f"{_OPS}.prefix_prefill", VLLM)
@@ -181,10 +207,15 @@ class DecodeMLA(KernelBackend):
     """``decode_attention_fwd`` with ``is_mla``."""
 
     capabilities = Capabilities(
-        eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mla"}, head_dims={512},
-        mla_rope_dims={32, 64}, gqa_ratios={4, 16, 128}, page_sizes={16, 64}, max_draft_branches=4,
-        needs_cpu_seq_lens=False, server=ServerConventions(takes_none_kv=True), deterministic=True,
-    )  # fmt: skip
+        eager={"decode", "draft-decode"},
+        graph={"decode", "draft-decode"},
+        heads=HeadShapes(families={"mla"}, head_dims={512}, mla_rope_dims={32, 64}, gqa_ratios={4, 16, 128}),
+        kv_pool=KVPools(page_sizes={16, 64}),
+        bounds=Bounds(max_draft_branches=4),
+        needs=Needs(cpu_seq_lens=False),
+        server=ServerConventions(takes_none_kv=True),
+        promises=Promises(deterministic=True),
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         layer, (rows, heads, _) = plan.layer, q.shape
@@ -203,7 +234,7 @@ class DecodeMLAOneHead(DecodeMLA):
     """One query head: the kernel of MHA, which rounds products of q and k and their sums to the model's dtype."""
 
     capabilities = DecodeMLA.capabilities.with_changes(
-        eager={"decode"}, graph=frozenset(), gqa_ratios={1}, max_draft_branches=1
+        eager={"decode"}, graph=frozenset(), heads={"gqa_ratios": {1}}, bounds={"max_draft_branches": 1}
     )
 
 
@@ -211,7 +242,7 @@ class GroupedDecode(DecodeMLA):
     """The same call for GQA: ``_fwd_grouped_kernel_stage1`` with pages."""
 
     capabilities = DecodeMLA.capabilities.with_changes(
-        families={"gqa", "mqa"}, head_dims={64, 128}, gqa_ratios={2, 4, 8}
+        heads={"families": {"gqa", "mqa"}, "head_dims": {64, 128}, "gqa_ratios": {2, 4, 8}}
     )
 
 
@@ -219,10 +250,15 @@ class SparseMLA(KernelBackend):
     """``triton_bf16_mla_sparse_interface``: one program for a row and 16 query heads gathers the row's slots."""
 
     capabilities = Capabilities(
-        eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mla"}, dtypes={"bf16"}, head_dims={512},
-        mla_rope_dims={64}, gqa_ratios={16, 64}, page_sizes={1, 64}, max_q_rows=8, max_topk=1, max_draft_branches=4,
-        sparse=Sparse(topk={64, 128, 2048}, index_space="slots", holes=True, empty_rows=True), needs_cpu_seq_lens=False,
-    )  # fmt: skip
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        heads=HeadShapes(families={"mla"}, head_dims={512}, mla_rope_dims={64}, gqa_ratios={16, 64}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={1, 64}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+        sparse=Sparse(topk={64, 128, 2048}, index_space="slots", holes=True, empty_rows=True),
+        needs=Needs(cpu_seq_lens=False),
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None

@@ -116,7 +116,7 @@ def test_of_many_requests_as_many_are_left_as_it_takes() -> None:
 
 def test_only_declared_cases_are_run() -> None:
     declared = CAPABILITIES.with_changes(
-        page_sizes={4, 16}, windows={"smallest": 2, "in_trees": False}, head_dims={64, 128}
+        kv_pool={"page_sizes": {4, 16}}, windows={"smallest": 2, "in_trees": False}, heads={"head_dims": {64, 128}}
     )
     search = made_small(wrong_where(lambda case: case.window >= 0), RICH, declared=declared)
     assert search.case.id == "decode-mha2-d64-bf16-p4-k0-contiguous-gauss-w2-b1prod"
@@ -134,7 +134,7 @@ def other_check_at_small_pages(case: Case) -> str:
 
 
 def test_the_same_check_fails_to_the_end_unless_any_may() -> None:
-    declared = CAPABILITIES.with_changes(page_sizes={1, 2, 16})
+    declared = CAPABILITIES.with_changes(kv_pool={"page_sizes": {1, 2, 16}})
     same = made_small(other_check_at_small_pages, RICH, declared=declared)
     assert (same.case.page_size, same.case.sinks) == (16, True)
     assert not same.plain_passes

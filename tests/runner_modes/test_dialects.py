@@ -67,7 +67,7 @@ class TakesNone(Spy):
 
 
 class Needy(Spy):
-    capabilities = Spy.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = Spy.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
 
 @pytest.fixture(autouse=True)
@@ -170,14 +170,17 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"server": {"verify_lens": "all"}}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
         ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'server.takes_bare_chains'"),
         ({"server": {"takes_more_rows": None}}, "takes_more_rows must be True or False, got None"),
-        ({"fp32_products": "tf23"}, "unknown fp32_products 'tf23'; did you mean 'tf32'"),
+        ({"precision": {"fp32_products": "tf23"}}, "unknown fp32_products 'tf23'; did you mean 'tf32'"),
         ({"server": {"takes_out": "yes"}}, "takes_out must be True or False, got 'yes'"),
         ({"server": {"output_lifetime": "layers"}}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
         ({"server": {"padding_slots": {1}}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
         ({"server": {"padding_slots": set()}}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
         ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'server.padding_slots'"),
-        ({"new_rows": "as_given"}, "unknown capability 'new_rows'; did you mean 'new_rows_as_given'"),
-        ({"new_rows_as_given": "extend"}, "new_rows_as_given must be a set or list of values, got 'extend'"),
+        ({"new_rows": "as_given"}, "unknown capability 'new_rows'; did you mean 'precision.new_rows_as_given'"),
+        (
+            {"precision": {"new_rows_as_given": "extend"}},
+            "Precision.new_rows_as_given must be a set or list of values, got 'extend'",
+        ),
     ],
 )
 def test_a_misspelt_capability_is_answered_with_the_right_one(capability: dict[str, Any], message: str) -> None:

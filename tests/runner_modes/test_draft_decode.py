@@ -40,7 +40,7 @@ class Seen:
 class Spy(MinimalBackend):
     """Healthy, also with branches; remembers what it was given."""
 
-    capabilities = MinimalBackend.capabilities.with_changes(max_draft_branches=2)
+    capabilities = MinimalBackend.capabilities.with_changes(bounds={"max_draft_branches": 2})
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)

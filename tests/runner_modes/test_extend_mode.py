@@ -71,7 +71,7 @@ class Spy(MinimalBackend):
 
 
 class NeedySpy(Spy):
-    capabilities = Spy.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = Spy.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
 
 class FillZero(NeedySpy):

@@ -20,10 +20,15 @@ class ByPart(MinimalBackend):
     """Reads the keys of a part by their slots, or by their pages; base 2, heads before rows."""
 
     capabilities = MinimalBackend.capabilities.with_changes(
-        sinks=True, page_sizes={PAGE}, dtypes={"bf16"}, head_dims={64}, gqa_ratios={2}, max_context_len=4096,
-        eager=MODES, graph=MODES,
+        options={"sinks": True},
+        kv_pool={"page_sizes": {PAGE}},
+        precision={"dtypes": {"bf16"}},
+        heads={"head_dims": {64}, "gqa_ratios": {2}},
+        bounds={"max_context_len": 4096},
+        eager=MODES,
+        graph=MODES,
         lse=LogSumExp("2", layout="[H, T]", whole=MODES, prefix=MODES, pages=MODES, tokens=MODES),
-    )  # fmt: skip
+    )
 
     def run_return_lse(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan

@@ -30,7 +30,7 @@ from cuda_on_cpu import emulated_cuda
 VERIFY = "target-verify-mha2-d32-fp32-p4-k9.3-chain{}-shuffled-gauss-b3prod-narrower_widths"
 DRAFT = "draft-decode-mha2-d32-fp32-p4-k9.3-topk2steps{}-shuffled-gauss-b3prod-narrower_widths"
 DECLARED = TorchNativeBackend.capabilities
-WAITS = DECLARED.with_changes(eager=(), needs_cpu_seq_lens=True)
+WAITS = DECLARED.with_changes(eager=(), needs={"cpu_seq_lens": True})
 
 
 @pytest.fixture(autouse=True)

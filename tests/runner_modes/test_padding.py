@@ -30,7 +30,7 @@ class Remembers(MinimalBackend):
     """Healthy; keeps what each replay's view has behind its live requests: positions, request rows, lengths."""
 
     # So that a plan may look at the device.
-    capabilities = MinimalBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = MinimalBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)

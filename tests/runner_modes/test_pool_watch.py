@@ -60,7 +60,7 @@ def test_before_a_step_the_pool_is_bit_for_bit_the_image_of_the_case(case_id: st
 @pytest.mark.parametrize("pattern", [None, "place.1.tail"])
 def test_finite_page_tails_and_marked_places_are_filled_too(pattern: str | None) -> None:
     schedule = make_schedule(parse_case(CASES[2]))
-    declared = TorchNativeBackend.capabilities.with_changes(finite_page_tails=frozenset({"fp8_e4m3"}))
+    declared = TorchNativeBackend.capabilities.with_changes(needs={"finite_page_tails": frozenset({"fp8_e4m3"})})
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA, declared=declared)
     step = schedule.steps[0]
     harness.load(schedule, step, pattern)

@@ -165,7 +165,7 @@ def test_all_shapes_are_known_to_the_constructor() -> None:
 
 
 def test_a_backend_without_the_capability_is_given_no_such_context_and_refuses_one() -> None:
-    declared = TorchNativeBackend.capabilities.with_changes(heads_by_layer=False)
+    declared = TorchNativeBackend.capabilities.with_changes(heads={"heads_by_layer": False})
 
     class Undeclared(TorchNativeBackend):
         capabilities = declared
@@ -177,11 +177,11 @@ def test_a_backend_without_the_capability_is_given_no_such_context_and_refuses_o
 @pytest.mark.parametrize(
     ("declared", "text"),
     [
-        ({"head_dims": {32}}, "head dim 64"),
-        ({"head_dims": {64}}, "head dim 32"),
-        ({"gqa_ratios": {2}}, "GQA ratio 4"),
-        ({"gqa_ratios": {4}}, "GQA ratio 2"),
-        ({"families": {"mha", "mqa"}}, "family gqa"),
+        ({"heads": {"head_dims": {32}}}, "head dim 64"),
+        ({"heads": {"head_dims": {64}}}, "head dim 32"),
+        ({"heads": {"gqa_ratios": {2}}}, "GQA ratio 4"),
+        ({"heads": {"gqa_ratios": {4}}}, "GQA ratio 2"),
+        ({"heads": {"families": {"mha", "mqa"}}}, "family gqa"),
     ],
 )
 def test_heads_of_every_layer_have_to_be_declared(declared: dict[str, Any], text: str) -> None:
@@ -195,7 +195,7 @@ def test_heads_of_every_layer_have_to_be_declared(declared: dict[str, Any], text
 def test_a_backend_that_lays_its_pool_out_itself_is_found_by_each_layers_shape() -> None:
     class InPieces(KeysInPiecesOfEight):
         capabilities = KeysInPiecesOfEight.capabilities.with_changes(
-            heads_by_layer=True, head_dims={32, 64}, gqa_ratios={2, 4}
+            heads={"heads_by_layer": True, "head_dims": {32, 64}, "gqa_ratios": {2, 4}}
         )
 
     schedule = make_schedule(parse_case(WINDOWED.replace("-w7", "-kvcustom-w7")))
@@ -207,7 +207,7 @@ def test_a_backend_that_lays_its_pool_out_itself_is_found_by_each_layers_shape()
 class OnePiece(MinimalBackend):
     """All layers in one allocation, the widest first."""
 
-    capabilities = TorchNativeBackend.capabilities.with_changes(kv_layouts={"custom"})
+    capabilities = TorchNativeBackend.capabilities.with_changes(kv_pool={"kv_layouts": {"custom"}})
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> list[KVLayer]:

@@ -150,7 +150,9 @@ def test_in_a_graph_slots_of_each_group_lie_in_one_place_and_padding_has_slot_0(
 
 
 class Grouped(MinimalBackend):
-    capabilities = MinimalBackend.capabilities.with_changes(kv_groups=True, page_sizes={4}, head_dims={32})
+    capabilities = MinimalBackend.capabilities.with_changes(
+        kv_pool={"kv_groups": True, "page_sizes": {4}}, heads={"head_dims": {32}}
+    )
 
 
 def test_a_kernel_backend_needs_nothing_for_groups_but_the_capability() -> None:
@@ -204,4 +206,4 @@ def test_a_context_of_two_groups_is_refused_without_the_capability() -> None:
     declared = TorchNativeBackend.capabilities
     refuse_undeclared(declared, harness.context)
     with pytest.raises(Unsupported, match="number of KV groups 2 is not declared"):
-        refuse_undeclared(declared.with_changes(kv_groups=False), harness.context)
+        refuse_undeclared(declared.with_changes(kv_pool={"kv_groups": False}), harness.context)

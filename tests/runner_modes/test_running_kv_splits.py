@@ -202,7 +202,7 @@ def test_a_constructor_refuses_parts_that_are_not_declared(
     supported: LogSumExp | None, part: KVSplit, page_size: int, fine: bool
 ) -> None:
     context = a_context(page_size, part)
-    declared: Capabilities = CAPABILITIES.with_changes(lse=supported, page_sizes={1, 4})
+    declared: Capabilities = CAPABILITIES.with_changes(lse=supported, kv_pool={"page_sizes": {1, 4}})
     if fine:
         refuse_undeclared(declared, context)
         return

@@ -13,17 +13,18 @@ from attn_testkit.contract import (
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
     KernelPlan,
 )
 from attn_testkit.examples import MinimalBackend
 from attn_testkit_corpus.faults.orders import in_other_order
 
 ALL = MinimalBackend.capabilities
-DECODE = ALL.with_changes(eager={"decode"}, graph={"decode"}, max_q_rows=1, max_topk=0)
+DECODE = ALL.with_changes(eager={"decode"}, graph={"decode"}, bounds={"max_q_rows": 1, "max_topk": 0})
 
 
 class Healthy(MinimalBackend):
-    capabilities = ALL.with_changes(page_sizes={16})
+    capabilities = ALL.with_changes(kv_pool={"page_sizes": {16}})
 
 
 class _Decode(MinimalBackend):
@@ -168,7 +169,7 @@ class WaitsForTheDeviceWhilePlanning(_Decode):
 
 
 class TunesForEveryLength(_Decode):
-    capabilities = DECODE.with_changes(graph=(), needs_cpu_seq_lens=True)
+    capabilities = DECODE.with_changes(graph=(), needs={"cpu_seq_lens": True})
 
     def init_forward_metadata(self, batch):
         self.longest = int(batch.seq_lens_cpu.max())
@@ -190,13 +191,13 @@ class AcceptsAnything(_Decode):
 
 
 class DeclaresWhatNoCaseCanMeet(MinimalBackend):
-    capabilities = Capabilities(eager={"decode"}, families={"gqa"}, gqa_ratios={1})
+    capabilities = Capabilities(eager={"decode"}, heads=HeadShapes(families={"gqa"}, gqa_ratios={1}))
 
 
 class SumsInAnyOrder(_Decode):
     """Bits that differ from run to run on every processor, well within rounding."""
 
-    capabilities = DECODE.with_changes(deterministic=True)
+    capabilities = DECODE.with_changes(promises={"deterministic": True})
     runs = 0
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
@@ -205,7 +206,7 @@ class SumsInAnyOrder(_Decode):
 
 
 class RoundsByBatchSize(_Decode):
-    capabilities = DECODE.with_changes(batch_invariant=True)
+    capabilities = DECODE.with_changes(promises={"batch_invariant": True})
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         return in_other_order(super().run(q, kv, plan), len(plan.kv_lens) > 1)
@@ -214,7 +215,9 @@ class RoundsByBatchSize(_Decode):
 class RoundsDecodeDown(MinimalBackend):
     """Extend and decode differ by a rounding."""
 
-    capabilities = ALL.with_changes(mode_invariant=True, eager={"decode", "extend"}, graph=(), max_topk=0)
+    capabilities = ALL.with_changes(
+        promises={"mode_invariant": True}, eager={"decode", "extend"}, graph=(), bounds={"max_topk": 0}
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         return in_other_order(super().run(q, kv, plan), plan.max_q_len > 1)
@@ -223,7 +226,9 @@ class RoundsDecodeDown(MinimalBackend):
 class RoundsReplaysOfDecode(MinimalBackend):
     """Decode has the bits of extend in eager mode, and those of another rounding in large buckets of its graph."""
 
-    capabilities = ALL.with_changes(mode_invariant=True, eager={"decode", "extend"}, graph={"decode"}, max_topk=0)
+    capabilities = ALL.with_changes(
+        promises={"mode_invariant": True}, eager={"decode", "extend"}, graph={"decode"}, bounds={"max_topk": 0}
+    )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         in_graph = plan.max_q_len == 1 and torch.cuda.is_current_stream_capturing()

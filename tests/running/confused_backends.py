@@ -79,7 +79,7 @@ class LastKeyLostInSomeHeads(_Eager):
 class SecondTileOfRows(_Eager):
     """Rows from 16 on see one key too few."""
 
-    capabilities = ALL.with_changes(graph=(), max_q_rows=33)
+    capabilities = ALL.with_changes(graph=(), bounds={"max_q_rows": 33})
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
         request, seen = super().visible(q, plan)

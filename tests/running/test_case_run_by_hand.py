@@ -112,7 +112,7 @@ def test_an_eager_step_comes_again_at_once_then_another_one_and_then_requests_in
     notes: Notes, invariant: bool
 ) -> None:
     class Backend(TorchNativeBackend):
-        capabilities = TorchNativeBackend.capabilities.with_changes(batch_invariant=invariant)
+        capabilities = TorchNativeBackend.capabilities.with_changes(promises={"batch_invariant": invariant})
 
     case = parse_case(PLAIN)
     schedule = make_schedule(case)
@@ -161,7 +161,7 @@ def test_the_first_eager_step_of_a_mixed_case_has_another_instance_beside_it(
 
 def test_one_request_has_no_company_to_be_without(notes: Notes) -> None:
     class Backend(TorchNativeBackend):
-        capabilities = TorchNativeBackend.capabilities.with_changes(batch_invariant=True)
+        capabilities = TorchNativeBackend.capabilities.with_changes(promises={"batch_invariant": True})
 
     case_run._run_eager(Backend, setup_of([make_schedule(parse_case(PLAIN.replace("k3.9.6", "k9")))], Backend), HERE)
     assert len(notes.eager) == 3

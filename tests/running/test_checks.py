@@ -85,10 +85,10 @@ def test_a_capability_that_no_case_can_meet_fails() -> None:
 @pytest.mark.parametrize(
     ("declared", "why"),
     [
-        ({"families": ()}, "families is empty"),
-        ({"head_dims": {1024}}, "head_dims is empty, or holds only widths above 512"),
-        ({"families": {"gqa"}, "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not declared"),
-        ({"max_context_len": 20}, "max_context_len 20 has no room"),
+        ({"heads": {"families": ()}}, "families is empty"),
+        ({"heads": {"head_dims": {1024}}}, "head_dims is empty, or holds only widths above 512"),
+        ({"heads": {"families": {"gqa"}, "gqa_ratios": ()}}, "gqa_ratios is empty, and mha is not declared"),
+        ({"bounds": {"max_context_len": 20}}, "max_context_len 20 has no room"),
     ],
 )
 def test_why_no_case_can_meet_a_capability_is_said(

@@ -43,7 +43,7 @@ Recorded = tuple[Described, RunRecord]
 
 
 class Invariant(TorchNativeBackend):
-    capabilities = TorchNativeBackend.capabilities.with_changes(batch_invariant=True)
+    capabilities = TorchNativeBackend.capabilities.with_changes(promises={"batch_invariant": True})
 
 
 @functools.cache
@@ -189,7 +189,7 @@ def test_another_bit_the_second_time_is_found_in_every_layer_where_determinism_i
     result = evaluated(found)
     assert checks(result) == ["repeatable"]
     assert result.findings[0].where == f"layer {layer}: 1 of 384 values differ"
-    undeclared = replace(found[0], declared=Invariant.capabilities.with_changes(deterministic=False))
+    undeclared = replace(found[0], declared=Invariant.capabilities.with_changes(promises={"deterministic": False}))
     assert evaluated((undeclared, *found[1:])).status is Status.PASSED
 
 
@@ -408,7 +408,9 @@ def test_a_stored_step_is_given_nan_for_keys_and_values_and_holds_them_already()
     assert torch.equal(own, plain.new_rows)
     assert plain.image(False)[:, :, plain.new_slots].isnan().all()
     assert torch.equal(stored.image(False)[:, :, plain.new_slots], own), "they are there already"
-    tails = evaluate.step_inputs(schedule, step, Invariant.capabilities.with_changes(finite_page_tails={"same"}))
+    tails = evaluate.step_inputs(
+        schedule, step, Invariant.capabilities.with_changes(needs={"finite_page_tails": {"same"}})
+    )
     assert tails.image(True).isnan().sum() < plain.image(True).isnan().sum()
 
 
@@ -456,7 +458,7 @@ def test_which_request_runs_by_itself(monkeypatch: pytest.MonkeyPatch, value: in
 def test_backends_that_round_alike_share_a_schedule() -> None:
     plain, fp8 = parse_case(CASE), parse_case(CASE.replace("fp32", "bf16").replace("gauss", "gauss-kvfp8e4m3"))
     declared = Invariant.capabilities
-    rounds = declared.with_changes(matmul_dtype="fp8_e4m3")
+    rounds = declared.with_changes(precision={"matmul_dtype": "fp8_e4m3"})
     assert schedule_for(plain, declared) is schedule_for(plain, rounds)
     assert schedule_for(fp8, declared) is not schedule_for(fp8, rounds)
     assert schedule_for(fp8, rounds).matmul_dtype == "fp8_e4m3"
@@ -468,12 +470,17 @@ PROMPTS = "extend-gqa2x2-d32-fp32-p4-k3.9.6-n4a2.4.3-shuffled-gauss-b4prod"
 
 class ModeInvariantInGraphs(TorchNativeBackend):
     capabilities = TorchNativeBackend.capabilities.with_changes(
-        mode_invariant=True, eager={"extend", "decode"}, graph={"extend", "decode"}, max_topk=0
+        promises={"mode_invariant": True},
+        eager={"extend", "decode"},
+        graph={"extend", "decode"},
+        bounds={"max_topk": 0},
     )
 
 
 class ModeInvariantAlone(TorchNativeBackend):
-    capabilities = TorchNativeBackend.capabilities.with_changes(mode_invariant=True, eager={"extend"}, graph=())
+    capabilities = TorchNativeBackend.capabilities.with_changes(
+        promises={"mode_invariant": True}, eager={"extend"}, graph=()
+    )
 
 
 def evaluated_prompts(backend: type[TorchNativeBackend], left_out: Callable[[StepRecord], bool]) -> CaseResult:

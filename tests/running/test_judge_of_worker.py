@@ -25,7 +25,7 @@ import os
 from attn_testkit.examples import MinimalBackend
 
 class Backend(MinimalBackend):
-    capabilities = MinimalBackend.capabilities.with_changes(page_sizes={int(os.environ["SIZE_OF_A_PAGE"])})
+    capabilities = MinimalBackend.capabilities.with_changes(kv_pool={"page_sizes": {int(os.environ["SIZE_OF_A_PAGE"])}})
     notes = (os.getcwd(), os.environ["CUDA_VISIBLE_DEVICES"])
 """
 

@@ -16,7 +16,7 @@ PAIR = "extend-gqa2x2-d64-bf16-p16-k300.70.12-n6a6x3-shuffled-gauss-w4-b6prod-no
 
 class Windowed(MinimalBackend):
     capabilities: Capabilities = MinimalBackend.capabilities.with_changes(
-        non_causal={"extend"}, windows=Windows(modes={"extend"}), page_sizes={16}
+        options={"non_causal": {"extend"}}, windows=Windows(modes={"extend"}), kv_pool={"page_sizes": {16}}
     )
 
 

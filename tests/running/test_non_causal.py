@@ -32,10 +32,10 @@ def test_who_declares_it_in_a_mode_is_tried_there() -> None:
     assert any(not any(case.prefixes) for case in found)
     assert len({case.heads for case in found}) > 1
     assert {case.width for case in blocks(CAPABILITIES, VERIFY)} >= {4, 17}
-    assert not blocks(CAPABILITIES.with_changes(non_causal={VERIFY}), EXTEND)
-    assert not blocks(CAPABILITIES.with_changes(non_causal={EXTEND}), VERIFY)
-    assert max(case.width for case in blocks(CAPABILITIES.with_changes(max_q_rows=3), VERIFY)) == 3
-    few = blocks(CAPABILITIES.with_changes(max_extend_tokens=5), EXTEND)
+    assert not blocks(CAPABILITIES.with_changes(options={"non_causal": {VERIFY}}), EXTEND)
+    assert not blocks(CAPABILITIES.with_changes(options={"non_causal": {EXTEND}}), VERIFY)
+    assert max(case.width for case in blocks(CAPABILITIES.with_changes(bounds={"max_q_rows": 3}), VERIFY)) == 3
+    few = blocks(CAPABILITIES.with_changes(bounds={"max_extend_tokens": 5}), EXTEND)
     assert max(max(case.new) for case in few) == 5
 
 
@@ -64,13 +64,13 @@ def test_a_chunk_does_not_see_the_next_one() -> None:
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DRAFT_DECODE])
 def test_it_is_a_capability_of_extend_and_of_verify_alone(mode: ForwardMode) -> None:
     with pytest.raises(ValueError, match=f"non_causal may hold only extend and target-verify, got {mode}$"):
-        CAPABILITIES.with_changes(non_causal={EXTEND, mode})
+        CAPABILITIES.with_changes(options={"non_causal": {EXTEND, mode}})
 
 
 class Looks(KernelBackend):
     """A kernel call that looks at the layer of its plan; and remembers what else it was told."""
 
-    capabilities = CAPABILITIES.with_changes(windows={"modes": (), "in_trees": False}, max_topk=1)
+    capabilities = CAPABILITIES.with_changes(windows={"modes": (), "in_trees": False}, bounds={"max_topk": 1})
     masks: list[object] = []  # noqa: RUF012 - of the process
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

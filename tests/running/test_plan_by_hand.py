@@ -69,7 +69,7 @@ def test_what_is_not_declared_is_a_row_and_no_item() -> None:
 
 def test_a_named_case_that_is_not_declared_is_a_row_and_no_item_beside_those_that_are() -> None:
     wide = DECODE.replace("d32", "d256")
-    found = planned(cases=(DECODE, wide), declared=CAPABILITIES.with_changes(head_dims={32}))
+    found = planned(cases=(DECODE, wide), declared=CAPABILITIES.with_changes(heads={"head_dims": {32}}))
     assert [(item.case, item.execution) for item in found.items] == [(DECODE, "eager"), (DECODE, "graph")]
     rows = [row for row in found.preset if row.case]
     assert [(row.case, row.mode, row.execution) for row in rows] == [
@@ -125,7 +125,7 @@ def test_modes_of_graphs_alone_are_said_not_to_be_held_against_eager_runs() -> N
 
 def test_modes_whose_rows_no_extend_is_compared_with_are_not_covered() -> None:
     def said(eager: set[str], graph: set[str], promised: bool = True, **fields: object) -> list[str]:
-        declared = CAPABILITIES.with_changes(eager=eager, graph=graph, mode_invariant=promised)
+        declared = CAPABILITIES.with_changes(eager=eager, graph=graph, promises={"mode_invariant": promised})
         (phrases,) = planned(declared=declared, tier="smoke", **fields).header.not_covered.values()
         return [phrase for phrase in phrases if "mode_invariant" in phrase]
 
@@ -170,21 +170,33 @@ def test_an_undeclared_graph_is_tried_once_a_mode_with_the_first_eager_case_and_
 
 
 NONE = [
-    ({"families": ()}, "families is empty"),
-    ({"dtypes": ()}, "dtypes is empty"),
-    ({"kv_dtypes": ()}, "kv_dtypes is empty"),
-    ({"page_sizes": ()}, "page_sizes is empty"),
-    ({"head_dims": ()}, "head_dims is empty, or holds only widths above 512"),
-    ({"head_dims": (513,)}, "head_dims is empty, or holds only widths above 512"),
-    ({"families": ("mla",), "mla_rope_dims": ()}, "mla_rope_dims is empty"),
-    ({"families": ("gqa",), "gqa_ratios": ()}, "gqa_ratios is empty, and mha is not declared"),
-    ({"families": ("gqa", "mqa"), "gqa_ratios": (1,)}, "gqa and mqa need a number above 1 in gqa_ratios"),
-    ({"max_context_len": 3}, "max_context_len 3 has no room for the shortest case"),
-    ({"max_context_len": 3, "head_dims": (512,)}, "max_context_len 3 has no room"),
-    ({"max_context_len": 3, "mla_rope_dims": (), "families": ("mha",)}, "max_context_len 3 has no room"),
-    ({"max_context_len": 3, "gqa_ratios": (), "families": ("mha",)}, "max_context_len 3 has no room"),
-    ({"max_context_len": 3, "gqa_ratios": (1,), "families": ("mha", "gqa")}, "max_context_len 3 has no room"),
-    ({"max_context_len": 3, "gqa_ratios": (1, 2), "families": ("gqa",)}, "max_context_len 3 has no room"),
+    ({"heads": {"families": ()}}, "families is empty"),
+    ({"precision": {"dtypes": ()}}, "dtypes is empty"),
+    ({"kv_pool": {"kv_dtypes": ()}}, "kv_dtypes is empty"),
+    ({"kv_pool": {"page_sizes": ()}}, "page_sizes is empty"),
+    ({"heads": {"head_dims": ()}}, "head_dims is empty, or holds only widths above 512"),
+    ({"heads": {"head_dims": (513,)}}, "head_dims is empty, or holds only widths above 512"),
+    ({"heads": {"families": ("mla",), "mla_rope_dims": ()}}, "mla_rope_dims is empty"),
+    ({"heads": {"families": ("gqa",), "gqa_ratios": ()}}, "gqa_ratios is empty, and mha is not declared"),
+    ({"heads": {"families": ("gqa", "mqa"), "gqa_ratios": (1,)}}, "gqa and mqa need a number above 1 in gqa_ratios"),
+    ({"bounds": {"max_context_len": 3}}, "max_context_len 3 has no room for the shortest case"),
+    ({"bounds": {"max_context_len": 3}, "heads": {"head_dims": (512,)}}, "max_context_len 3 has no room"),
+    (
+        {"bounds": {"max_context_len": 3}, "heads": {"mla_rope_dims": (), "families": ("mha",)}},
+        "max_context_len 3 has no room",
+    ),
+    (
+        {"bounds": {"max_context_len": 3}, "heads": {"gqa_ratios": (), "families": ("mha",)}},
+        "max_context_len 3 has no room",
+    ),
+    (
+        {"bounds": {"max_context_len": 3}, "heads": {"gqa_ratios": (1,), "families": ("mha", "gqa")}},
+        "max_context_len 3 has no room",
+    ),
+    (
+        {"bounds": {"max_context_len": 3}, "heads": {"gqa_ratios": (1, 2), "families": ("gqa",)}},
+        "max_context_len 3 has no room",
+    ),
 ]
 
 

@@ -23,7 +23,10 @@ CASES = {
 }  # fmt: skip
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod"
 CAPABILITIES = MinimalBackend.capabilities.with_changes(
-    server={"takes_unset_width": True}, dtypes={"fp32"}, head_dims={32}, page_sizes={4}
+    server={"takes_unset_width": True},
+    precision={"dtypes": {"fp32"}},
+    heads={"head_dims": {32}},
+    kv_pool={"page_sizes": {4}},
 )
 
 

@@ -5,7 +5,7 @@ from attn_testkit.examples import MinimalBackend
 
 
 class EagerOnly(MinimalBackend):
-    capabilities = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph=(), max_topk=0)
+    capabilities = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph=(), bounds={"max_topk": 0})
 
 
 class EagerOnlyAndRightly(EagerOnly):

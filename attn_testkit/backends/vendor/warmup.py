@@ -47,7 +47,7 @@ _CASCADE = Family("flashinfer.jit.cascade:gen_cascade_module", ())
 
 
 def _dtype_pairs(declared: Capabilities) -> list[tuple[torch.dtype, torch.dtype]]:
-    pairs = itertools.product(sorted(declared.dtypes), sorted(declared.kv_dtypes))
+    pairs = itertools.product(sorted(declared.precision.dtypes), sorted(declared.kv_pool.kv_dtypes))
     return [(_DTYPES[q], _DTYPES[q if kv == "same" else kv]) for q, kv in pairs]
 
 
@@ -75,7 +75,9 @@ def _paged(declared: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]
 
 def _mla(backend: str) -> Callable[[Capabilities, Sequence[int]], Iterable[Family]]:
     def families(declared: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
-        for (q, kv), dim, rope in itertools.product(_dtype_pairs(declared), head_dims, sorted(declared.mla_rope_dims)):
+        for (q, kv), dim, rope in itertools.product(
+            _dtype_pairs(declared), head_dims, sorted(declared.heads.mla_rope_dims)
+        ):
             yield Family(f"{_MODULES}:gen_batch_mla_module", (backend, q, kv, q, torch.int32, dim, rope, False))
 
     return families
@@ -99,7 +101,7 @@ def families_of(backends: Sequence[str], head_dims: Sequence[int] = ()) -> list[
         path, families = FAMILIES[name]
         module, _, attribute = path.partition(":")
         declared: Capabilities = getattr(importlib.import_module(module), attribute).capabilities
-        dims = [dim for dim in sorted(declared.head_dims) if not head_dims or dim in head_dims]
+        dims = [dim for dim in sorted(declared.heads.head_dims) if not head_dims or dim in head_dims]
         found.update(dict.fromkeys(families(declared, dims)))
     return list(found)
 

@@ -18,15 +18,15 @@ _RANKS = 2
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
-    return not case.alibi or case.mode in declared.alibi
+    return not case.alibi or case.mode in declared.options.alibi
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    return {"alibi": [False, True]} if mode in declared.alibi else {}
+    return {"alibi": [False, True]} if mode in declared.options.alibi else {}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if context.modes <= declared.alibi:
+    if context.modes <= declared.options.alibi:
         return None
     layers = tuple(
         replace(layer, alibi_slopes=torch.ones(layer.tp_q_head_num, device=context.device), logit_cap=0.0, sinks=None)
@@ -87,7 +87,7 @@ ALIBI = Feature(
     covered=(
         option(
             "ALiBi",
-            lambda declared, mode: mode in declared.alibi,
+            lambda declared, mode: mode in declared.options.alibi,
             lambda case: case.alibi,
         ),
     ),

@@ -15,7 +15,7 @@ def _tried(declared: Capabilities, case: Fields) -> int:
     new tokens: the number of further new tokens does not matter.
     """
     most = max(case.prefixes) + 1
-    if most < declared.max_context_len - _REGIONS * case.page_size:
+    if most < declared.bounds.max_context_len - _REGIONS * case.page_size:
         return most
     return max(most, case.context_len)
 
@@ -29,7 +29,7 @@ CONTEXT = Feature(
     declared=(
         Asked(
             lambda case: "as many tokens of context",
-            lambda declared, case: case.context_len <= declared.max_context_len,
+            lambda declared, case: case.context_len <= declared.bounds.max_context_len,
         ),
     ),
     fit=Without("The catalogue leaves out what is longer than the declared context."),
@@ -38,7 +38,7 @@ CONTEXT = Feature(
         Covered(
             "context",
             "tokens of context",
-            lambda declared, mode: (declared.max_context_len,),
+            lambda declared, mode: (declared.bounds.max_context_len,),
             _tried,
             Without("catalogue/full_contexts.py has a full context if it is short enough."),
             bound=True,

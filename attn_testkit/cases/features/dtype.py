@@ -15,7 +15,7 @@ _TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    name = next((n for n in ("fp32", "bf16", "fp16") if n not in declared.dtypes), None)
+    name = next((n for n in ("fp32", "bf16", "fp16") if n not in declared.precision.dtypes), None)
     if name is None or context.kv_pool.dtype != context.dtype:
         return None
     pool = pool_like(context, dtype=_TORCH[name])
@@ -37,12 +37,14 @@ DTYPE = Feature(
         Entry("fp32", "q, k, v and output are float32.", also=("float32",)),
     ),
     describe=lambda case: {"dtype": case.dtype},
-    declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
-    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
+    declared=(
+        Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.precision.dtypes),
+    ),
+    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.precision.dtypes)}),
     covered=Without("The feature KV dtype counts each pair of the two dtypes."),
     simpler=of_fields("dtype"),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {"dtype": draws.one_of(sorted(declared.dtypes))},
+    random=lambda draws, declared, so_far: {"dtype": draws.one_of(sorted(declared.precision.dtypes))},
     varies="instance",
     apply=Without("steps/data.py rounds the numbers to the dtype, and the harness makes pool and batches of it."),
 )

@@ -21,15 +21,19 @@ def _loop_declared(declared: Capabilities, case: Fields) -> bool:
         others |= _EXTENDS & modes
         nodes = 1 + case.draft.branches * case.draft.steps
         in_trees = case.window < 0 or case.draft.branches == 1 or declared.windows.in_trees
-        fits = case.draft.branches <= declared.max_topk and nodes <= declared.max_q_rows and in_trees
+        fits = case.draft.branches <= declared.bounds.max_topk and nodes <= declared.bounds.max_q_rows and in_trees
         there = ForwardMode.TARGET_VERIFY in modes and bool(_EXTENDS & modes)
     else:
         others |= {ForwardMode.DECODE, ForwardMode.EXTEND}
         there = ForwardMode.DECODE in modes and ForwardMode.EXTEND in declared.eager
-        fits = max(case.prefixes) <= declared.max_extend_tokens
+        fits = max(case.prefixes) <= declared.bounds.max_extend_tokens
     if case.kv_dtype != "same":
         # The words of a loop are not scaled for queries in FP8, and all rows are attended as stored.
-        fits = fits and declared.q_scale == "none" and not (others | {case.mode}) & declared.new_rows_as_given
+        fits = (
+            fits
+            and declared.precision.q_scale == "none"
+            and not (others | {case.mode}) & declared.precision.new_rows_as_given
+        )
     return there and fits and (case.window < 0 or others <= declared.windows.modes)
 
 

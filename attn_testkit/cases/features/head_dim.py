@@ -27,15 +27,17 @@ _APART = {"nhd", OWN}
 
 def _has_two_widths(declared: Capabilities) -> bool:
     """True if a pool may have K and V of two widths; rows of a KV format have a single width."""
-    return all((per_head(declared), declared.kv_layouts & _APART, declared.kv_dtypes - ROW_FORMATS.keys()))
+    return all(
+        (per_head(declared), declared.kv_pool.kv_layouts & _APART, declared.kv_pool.kv_dtypes - ROW_FORMATS.keys())
+    )
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
-    dims = [dim for dim in declared.head_dims if dim <= _WIDEST]
+    dims = [dim for dim in declared.heads.head_dims if dim <= _WIDEST]
     if per_head(declared):
         dims = [dim for dim in dims if dim <= _WIDEST_OF_OTHERS] or dims
     found = {"head_dim": some_of(dims, 2 if tier == "smoke" else 3)}
-    return {**found, "rope_dim": sorted(declared.mla_rope_dims)} if latent(declared) else found
+    return {**found, "rope_dim": sorted(declared.heads.mla_rope_dims)} if latent(declared) else found
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
@@ -52,8 +54,8 @@ def _wider_of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 
 WIDER_KEYS = Columns(
     lambda declared, mode, tier: (
-        {"wider_keys": [0, *some_of(declared.wider_keys, _MOST_WIDER)]}
-        if declared.wider_keys and _has_two_widths(declared)
+        {"wider_keys": [0, *some_of(declared.heads.wider_keys, _MOST_WIDER)]}
+        if declared.heads.wider_keys and _has_two_widths(declared)
         else {}
     ),
     _wider_of_row,
@@ -64,10 +66,10 @@ WIDER_KEYS = Columns(
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     # As in the catalogue: wider rows are those of MLA.
-    widest = max(_WIDEST, min(declared.head_dims))
-    dim = draws.one_of([dim for dim in sorted(declared.head_dims) if dim <= widest])
+    widest = max(_WIDEST, min(declared.heads.head_dims))
+    dim = draws.one_of([dim for dim in sorted(declared.heads.head_dims) if dim <= widest])
     has_rope = so_far["heads"].layout.values_in_keys
-    return {"head_dim": dim, "rope_dim": draws.one_of(sorted(declared.mla_rope_dims)) if has_rope else 0}
+    return {"head_dim": dim, "rope_dim": draws.one_of(sorted(declared.heads.mla_rope_dims)) if has_rope else 0}
 
 
 def _wider(case: Fields) -> int:
@@ -76,7 +78,7 @@ def _wider(case: Fields) -> int:
 
 
 def _undeclared_wider(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    more = first_undeclared((16, 32, 48), declared.wider_keys)
+    more = first_undeclared((16, 32, 48), declared.heads.wider_keys)
     # Layers that keep a state have a width of keys of their own.
     if more is None or context.state is not None or any(layer.head_layout.values_in_keys for layer in context.layers):
         return None
@@ -86,7 +88,7 @@ def _undeclared_wider(declared: Capabilities, context: BackendContext) -> tuple[
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    dim = first_undeclared((48, 80, 24), declared.head_dims)
+    dim = first_undeclared((48, 80, 24), declared.heads.head_dims)
     if dim is None or context.layers[0].head_layout.values_in_keys:
         return None
     other = with_layers(context, head_dim=dim, v_head_dim=dim)
@@ -151,7 +153,7 @@ HEAD_DIM = Feature(
         Asked(
             lambda case: f"head dim {case.head_dim}",
             lambda declared, case: all(
-                dim in declared.head_dims
+                dim in declared.heads.head_dims
                 for dim in ([shape.head_dim for shape in case.layers.shapes] or [case.head_dim])
             ),
         ),
@@ -159,12 +161,12 @@ HEAD_DIM = Feature(
             lambda case: f"MLA rope width {case.rope_dim}",
             lambda declared, case: (
                 bool(_wider(case))
-                or (case.rope_dim in (declared.mla_rope_dims if case.heads.layout.values_in_keys else {0}))
+                or (case.rope_dim in (declared.heads.mla_rope_dims if case.heads.layout.values_in_keys else {0}))
             ),
         ),
         Asked(
             lambda case: f"keys wider than values by {_wider(case)}",
-            lambda declared, case: _wider(case) in declared.wider_keys | {0},
+            lambda declared, case: _wider(case) in declared.heads.wider_keys | {0},
         ),
     ),
     values=Columns(_columns, _of_row),
@@ -172,33 +174,33 @@ HEAD_DIM = Feature(
         Covered(
             "head_dim",
             "head dim",
-            lambda declared, mode: declared.head_dims if per_head(declared) else (),
+            lambda declared, mode: declared.heads.head_dims if per_head(declared) else (),
             lambda declared, case: None if case.heads.layout.values_in_keys else case.head_dim,
             lambda declared, case, dim: of_others(declared, case, head_dim=dim),
         ),
         Covered(
             "latent",
             "MLA latent width",
-            lambda declared, mode: declared.head_dims if latent(declared) else (),
+            lambda declared, mode: declared.heads.head_dims if latent(declared) else (),
             lambda declared, case: case.head_dim if case.heads.layout.values_in_keys else None,
             lambda declared, case, dim: of_mla(declared, case, head_dim=dim),
         ),
         Covered(
             "rope",
             "MLA rope width",
-            lambda declared, mode: declared.mla_rope_dims if latent(declared) else (),
+            lambda declared, mode: declared.heads.mla_rope_dims if latent(declared) else (),
             lambda declared, case: case.rope_dim if case.heads.layout.values_in_keys else None,
             lambda declared, case, dim: of_mla(declared, case, rope_dim=dim),
         ),
         Covered(
             "wider keys",
             "columns by which keys are wider than values",
-            lambda declared, mode: declared.wider_keys if _has_two_widths(declared) else (),
+            lambda declared, mode: declared.heads.wider_keys if _has_two_widths(declared) else (),
             lambda declared, case: _wider(case) or None,
             lambda declared, case, columns: of_others(declared, case, rope_dim=columns),
         ),
     ),
-    simpler=of_number("head_dim", steps=smaller_declared("head_dim", "head_dims")),
+    simpler=of_number("head_dim", steps=smaller_declared("head_dim", lambda declared: declared.heads.head_dims)),
     undeclared=(_undeclared, _undeclared_wider),
     random=_random,
     varies="layer",

@@ -20,55 +20,55 @@ _MOST_HEADS = 64
 
 def typical_heads(declared: Capabilities) -> list[Heads]:
     """The layouts that a covering array tries."""
-    ratios = sorted(declared.gqa_ratios - {1})
+    ratios = sorted(declared.heads.gqa_ratios - {1})
     heads: list[Heads] = state_heads(declared)
     heads += [Heads(layout.name, 2, 2) for layout in as_many(declared)]
-    if "gqa" in declared.families and ratios:
+    if "gqa" in declared.heads.families and ratios:
         # The smallest, one that is not a power of two, and one large enough to matter.
         odd = [r for r in ratios if r & (r - 1) and r <= MOST_USUAL_RATIO]
         large = [r for r in ratios if r <= MOST_USUAL_RATIO]
         heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
-    if "mqa" in declared.families and ratios:
+    if "mqa" in declared.heads.families and ratios:
         heads.append(Heads("mqa", nearest(ratios, 4), 1))
     if latent(declared):
-        wanted = [r for r in sorted(declared.gqa_ratios) if r in (2, 16)] or sorted(declared.gqa_ratios)[:1]
+        wanted = [r for r in sorted(declared.heads.gqa_ratios) if r in (2, 16)] or sorted(declared.heads.gqa_ratios)[:1]
         heads += [latent_heads(declared, r) for r in wanted]
     return heads
 
 
 def smallest_heads_first(declared: Capabilities) -> list[Heads]:
     """Layouts with few KV heads, the simplest first; empty if a family is declared without numbers of heads."""
-    groups = [ratio for ratio in sorted(declared.gqa_ratios) if ratio > 1]
+    groups = [ratio for ratio in sorted(declared.heads.gqa_ratios) if ratio > 1]
     found = [Heads(layout.name, count, count) for layout in as_many(declared) for count in (2, 1, 4)]
     found += state_heads(declared)
-    if "gqa" in declared.families:
+    if "gqa" in declared.heads.families:
         found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
-    if "mqa" in declared.families:
+    if "mqa" in declared.heads.families:
         found += [Heads("mqa", ratio, 1) for ratio in groups]
-    if latent(declared) and declared.mla_rope_dims:
-        found += [latent_heads(declared, count) for count in sorted(declared.gqa_ratios)]
+    if latent(declared) and declared.heads.mla_rope_dims:
+        found += [latent_heads(declared, count) for count in sorted(declared.heads.gqa_ratios)]
     return [heads for heads in found if heads.q_heads <= _MOST_HEADS] or found[:1]
 
 
 def fewest_latent_heads(declared: Capabilities) -> Heads:
     """The fewest heads of a latent layout."""
-    return latent_heads(declared, min(declared.gqa_ratios))
+    return latent_heads(declared, min(declared.heads.gqa_ratios))
 
 
 def other_heads(declared: Capabilities) -> Heads:
     """A group of several heads if it costs little: with many rows the heads are more than a tile."""
-    groups = sorted(declared.gqa_ratios - {1})
-    if not groups or not declared.families & {"gqa", "mqa"}:
+    groups = sorted(declared.heads.gqa_ratios - {1})
+    if not groups or not declared.heads.families & {"gqa", "mqa"}:
         return Heads(plain_layout(declared), 2, 2)
     return _group(declared, max([group for group in groups if group <= 8], default=groups[0]))
 
 
 def _group(declared: Capabilities, group: int) -> Heads:
-    return Heads("gqa", 2 * group, 2) if "gqa" in declared.families else Heads("mqa", group, 1)
+    return Heads("gqa", 2 * group, 2) if "gqa" in declared.heads.families else Heads("mqa", group, 1)
 
 
 def _with(declared: Capabilities, case: Fields, heads: Heads, **changes: Any) -> Changes:
-    rope = (case.rope_dim or min(declared.mla_rope_dims)) if heads.layout.values_in_keys else 0
+    rope = (case.rope_dim or min(declared.heads.mla_rope_dims)) if heads.layout.values_in_keys else 0
     return {"heads": heads, "rope_dim": rope, **changes}
 
 
@@ -106,20 +106,20 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     """True if the heads are declared. If layers differ, the heads of the case are not those of any layer."""
     own = (Heads.of(case.heads.layout.family, shape.num_qo_heads, shape.num_kv_heads) for shape in case.layers.shapes)
     return all(
-        heads.family in declared.families
-        and (heads.layout.kv_heads == "as many" or heads.q_heads // heads.kv_heads in declared.gqa_ratios)
+        heads.family in declared.heads.families
+        and (heads.layout.kv_heads == "as many" or heads.q_heads // heads.kv_heads in declared.heads.gqa_ratios)
         for heads in (own if case.layers.shapes else (case.heads,))
     )
 
 
 def _grouped(declared: Capabilities) -> str:
     """The family whose cases try groups. With several KV heads a query head can also use the wrong KV head."""
-    return next((family for family in ("gqa", "mqa") if family in declared.families), "")
+    return next((family for family in ("gqa", "mqa") if family in declared.heads.families), "")
 
 
 def _groups(declared: Capabilities, mode: ForwardMode) -> Iterable[int]:
     # A group of one is mha.
-    return declared.gqa_ratios - {1} if _grouped(declared) else ()
+    return declared.heads.gqa_ratios - {1} if _grouped(declared) else ()
 
 
 def _group_of(declared: Capabilities, case: Fields) -> int | None:
@@ -161,7 +161,7 @@ def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Ch
         if not heads.layout.values_in_keys or case.heads.layout.values_in_keys:
             yield _like(case, heads, minimal)
     if case.heads.layout.values_in_keys:
-        yield from ({"rope_dim": width} for width in sorted(declared.mla_rope_dims))
+        yield from ({"rope_dim": width} for width in sorted(declared.heads.mla_rope_dims))
     elif case.rope_dim:
         yield {"rope_dim": 0}
 
@@ -245,7 +245,7 @@ HEADS = Feature(
         Covered(
             "family",
             "family",
-            lambda declared, mode: declared.families,
+            lambda declared, mode: declared.heads.families,
             lambda declared, case: case.heads.family,
             Without("The covering array has heads of every family."),
         ),
@@ -261,7 +261,7 @@ HEADS = Feature(
         Covered(
             "state group",
             "value heads per key head",
-            lambda declared, mode: declared.gqa_ratios if _states_of_groups(declared) else (),
+            lambda declared, mode: declared.heads.gqa_ratios if _states_of_groups(declared) else (),
             _state_group_of,
             lambda declared, case, group: {"heads": Heads(_states_of_groups(declared)[0], 2 * group, 2)},
             largest_first=True,
@@ -270,7 +270,7 @@ HEADS = Feature(
         Covered(
             "mla_heads",
             "MLA heads",
-            lambda declared, mode: declared.gqa_ratios if latent(declared) else (),
+            lambda declared, mode: declared.heads.gqa_ratios if latent(declared) else (),
             lambda declared, case: case.heads.q_heads if case.heads.layout.values_in_keys else None,
             lambda declared, case, heads: _with(declared, case, latent_heads(declared, heads)),
             largest_first=True,

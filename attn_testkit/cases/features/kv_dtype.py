@@ -139,21 +139,25 @@ KV_DTYPE = Feature(
     ),
     describe=lambda case: {"kv_dtype": "" if case.kv_dtype == "same" else case.kv_dtype},
     declared=(
-        Asked(lambda case: f"KV dtype {case.kv_dtype}", lambda declared, case: case.kv_dtype in declared.kv_dtypes),
+        Asked(
+            lambda case: f"KV dtype {case.kv_dtype}", lambda declared, case: case.kv_dtype in declared.kv_pool.kv_dtypes
+        ),
     ),
-    values=Columns(lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}),
+    values=Columns(lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_pool.kv_dtypes, reverse=True)}),
     covered=(
         Covered(
             "dtypes",
             "dtype and KV dtype",
-            lambda declared, mode: ((dtype, kv_dtype) for dtype in declared.dtypes for kv_dtype in declared.kv_dtypes),
+            lambda declared, mode: (
+                (dtype, kv_dtype) for dtype in declared.precision.dtypes for kv_dtype in declared.kv_pool.kv_dtypes
+            ),
             lambda declared, case: (case.dtype, case.kv_dtype),
             lambda declared, case, pair: {"dtype": pair[0], "kv_dtype": pair[1]},
         ),
     ),
     simpler=of_fields("kv_dtype"),
     undeclared=Without("So far no context asks for a pool of an undeclared dtype other than the model's."),
-    random=lambda draws, declared, so_far: {"kv_dtype": draws.one_of(sorted(declared.kv_dtypes, reverse=True))},
+    random=lambda draws, declared, so_far: {"kv_dtype": draws.one_of(sorted(declared.kv_pool.kv_dtypes, reverse=True))},
     varies="instance",
     apply=(OnLayers(_layers),),
 )

@@ -17,7 +17,7 @@ from .rows import keys_of
 
 def usual_layout(declared: Capabilities) -> str:
     """The layout of most cases: the first declared one."""
-    return next(name for name in KV_LAYOUTS if name in declared.kv_layouts)
+    return next(name for name in KV_LAYOUTS if name in declared.kv_pool.kv_layouts)
 
 
 def _word(name: str) -> str:
@@ -29,7 +29,7 @@ _NAMES = {_word(name): name for name in KV_LAYOUTS if name != "nhd"}
 
 def _tried(declared: Capabilities, case: Fields) -> str | None:
     one_head = case.heads.kv_heads == 1 and any(layout.kv_heads != "one" for layout in declared_layouts(declared))
-    one_slot = case.page_size == 1 and declared.page_sizes != {1}
+    one_slot = case.page_size == 1 and declared.kv_pool.page_sizes != {1}
     # Of one KV head, in pages of one slot, or in one page, layouts are alike.
     alike = one_head or one_slot or max(keys_of(case)) <= case.page_size
     return None if alike and case.kv_layout != "nhd" else case.kv_layout
@@ -37,12 +37,12 @@ def _tried(declared: Capabilities, case: Fields) -> str | None:
 
 def _in_pages(declared: Capabilities, case: Fields, layout: str) -> Changes:
     """Pages of several slots, and requests of several pages."""
-    page = next((page for page in sorted(declared.page_sizes) if page > 2), max(declared.page_sizes))
+    page = next((page for page in sorted(declared.kv_pool.page_sizes) if page > 2), max(declared.kv_pool.page_sizes))
     return {"kv_layout": layout, "page_size": page, "prefixes": lens_beyond_a_page(page)}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    name = next((name for name in KV_LAYOUTS if name not in declared.kv_layouts and name != OWN), None)
+    name = next((name for name in KV_LAYOUTS if name not in declared.kv_pool.kv_layouts and name != OWN), None)
     pool = name and pool_like(context, layout=name)
     return (f"KV layout {name}", replace(context, kv_pool=pool)) if pool else None
 
@@ -117,18 +117,25 @@ KV_LAYOUT = Feature(
     ),
     describe=lambda case: {"kv_layout": "" if case.kv_layout == "nhd" else case.kv_layout},
     declared=(
-        Asked(lambda case: f"KV layout {case.kv_layout}", lambda declared, case: case.kv_layout in declared.kv_layouts),
+        Asked(
+            lambda case: f"KV layout {case.kv_layout}",
+            lambda declared, case: case.kv_layout in declared.kv_pool.kv_layouts,
+        ),
     ),
-    fit=lambda declared, case: {} if case.kv_layout in declared.kv_layouts else {"kv_layout": usual_layout(declared)},
+    fit=lambda declared, case: (
+        {} if case.kv_layout in declared.kv_pool.kv_layouts else {"kv_layout": usual_layout(declared)}
+    ),
     values=Columns(
-        lambda declared, mode, tier: ({"kv_layout": [name for name in KV_LAYOUTS if name in declared.kv_layouts]}),
+        lambda declared, mode, tier: (
+            {"kv_layout": [name for name in KV_LAYOUTS if name in declared.kv_pool.kv_layouts]}
+        ),
         further=("kv_layout",),
     ),
     covered=(
         Covered(
             "kv_layout",
             "KV layout",
-            lambda declared, mode: declared.kv_layouts,
+            lambda declared, mode: declared.kv_pool.kv_layouts,
             _tried,
             _in_pages,
         ),
@@ -136,7 +143,7 @@ KV_LAYOUT = Feature(
     simpler=of_fields("kv_layout"),
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {
-        "kv_layout": draws.one_of([name for name in KV_LAYOUTS if name in declared.kv_layouts])
+        "kv_layout": draws.one_of([name for name in KV_LAYOUTS if name in declared.kv_pool.kv_layouts])
     },
     varies="instance",
     apply=Without("The contract's pool defines the axes, and the harness makes a pool of this layout."),

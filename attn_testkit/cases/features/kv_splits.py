@@ -74,7 +74,7 @@ def _phrase(case: Fields) -> str:
 def _declared(declared: Capabilities, case: Fields) -> bool:
     if not case.kv_splits or declared.lse is None:
         return not case.kv_splits
-    as_given = case.kv_dtype != "same" and case.mode in declared.new_rows_as_given
+    as_given = case.kv_dtype != "same" and case.mode in declared.precision.new_rows_as_given
     return (
         _kind(case) in declared.lse.kinds(case.mode)
         and not as_given
@@ -109,7 +109,7 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     kinds = declared.lse.kinds(so_far["rows"].mode) if declared.lse else ()
-    as_given = so_far["rows"].mode in declared.new_rows_as_given and declared.kv_dtypes != {"same"}
+    as_given = so_far["rows"].mode in declared.precision.new_rows_as_given and declared.kv_pool.kv_dtypes != {"same"}
     kind = draws.one_of(["", *kinds]) if kinds and not as_given else ""
     ranks = draws.number(2, _MOST_RANKS) if kind in ("pages", "tokens") else ""
     merges = kind not in ("", "whole") and declared.lse is not None and declared.lse.merges

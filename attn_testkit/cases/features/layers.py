@@ -97,7 +97,7 @@ def _kinds(case: Fields) -> str:
 
 
 def _second_group(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if declared.kv_groups or len(context.layers) < PERIOD:
+    if declared.kv_pool.kv_groups or len(context.layers) < PERIOD:
         return None
     first, *rest = context.layers
     groups = tuple(
@@ -111,13 +111,13 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
     # Another layer has heads that are declared by themselves.
     first = context.layers[0]
     if (
-        declared.heads_by_layer
+        declared.heads.heads_by_layer
         or len(context.layers) < PERIOD
         or not first.head_layout.by_layer
         or len(context.head_shapes) > 1
     ):
         return None
-    other = next((dim for dim in sorted(declared.head_dims) if dim != first.head_dim), None)
+    other = next((dim for dim in sorted(declared.heads.head_dims) if dim != first.head_dim), None)
     changed: dict[str, Any] = {"head_dim": other, "v_head_dim": other} if other else {
         "tp_q_head_num": 2 * first.tp_q_head_num, "tp_k_head_num": 2 * first.tp_k_head_num,
     }  # fmt: skip
@@ -135,9 +135,9 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
     does not pair options); for ids of a later pipeline rank; and for two KV groups."""
     found: dict[str, Sequence[Any]] = {"first_layer": [0, 5]}
     windows = mode in declared.windows.modes and declared.windows.layers != "same"
-    if tier != "smoke" and (windows or declared.logit_cap or declared.sinks):
+    if tier != "smoke" and (windows or declared.options.logit_cap or declared.options.sinks):
         found["varied"] = [False, True]
-    return found | ({"kv_groups": [False, True]} if declared.kv_groups else {})
+    return found | ({"kv_groups": [False, True]} if declared.kv_pool.kv_groups else {})
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
@@ -152,9 +152,9 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     """The simplest are two layers from 0, in one KV group."""
     counts = sorted(range(1, TURNS + 1), key=lambda count: abs(count - Layers().count))
     count, first = draws.one_of(counts), draws.number(0, _MOST_FIRST)
-    groups = declared.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
+    groups = declared.kv_pool.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
     layers = Layers(count, first, groups and count >= PERIOD)
-    pairs = declared_shapes(declared) if declared.heads_by_layer and by_layer(declared) else []
+    pairs = declared_shapes(declared) if declared.heads.heads_by_layer and by_layer(declared) else []
     # Drawn whatever else is: what needs fewer draws would be taken for simpler. Parts are not drawn with them.
     shapes = draws.one_of([*[None] * (2 * len(pairs) or 1), *pairs])
     return fields_with_shapes(layers, shapes) if shapes and count >= PERIOD else {"layers": layers}
@@ -236,21 +236,24 @@ LAYERS = Feature(
     ),
     describe=lambda case: {"layers": "" if case.layers == Layers() else case.layers.words},
     declared=(
-        Asked(lambda case: "KV groups", lambda declared, case: declared.kv_groups or not case.layers.groups),
+        Asked(lambda case: "KV groups", lambda declared, case: declared.kv_pool.kv_groups or not case.layers.groups),
         Asked(_kinds, lambda declared, case: case.layers.hybrid == bool(declared.state and declared.state.hybrid)),
-        Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
+        Asked(
+            lambda case: "heads by layer",
+            lambda declared, case: declared.heads.heads_by_layer or not case.layers.shapes,
+        ),
     ),
     values=Columns(_columns, _of_row, further=("first_layer", "kv_groups", "varied")),
     covered=(
         option(
             "KV groups",
-            lambda declared, mode: declared.kv_groups and not mode.is_draft_decode(),
+            lambda declared, mode: declared.kv_pool.kv_groups and not mode.is_draft_decode(),
             lambda case: case.layers.groups,
             "catalogue/layer_cases.py has them.",
         ),
         option(
             "heads by layer",
-            lambda declared, mode: declared.heads_by_layer and bool(by_layer(declared)),
+            lambda declared, mode: declared.heads.heads_by_layer and bool(by_layer(declared)),
             lambda case: bool(case.layers.shapes),
             "catalogue/layer_cases.py has them.",
         ),

@@ -16,7 +16,7 @@ _CAPS = (0.0, 1.5)
 
 
 def _undeclared_cap(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if declared.logit_cap:
+    if declared.options.logit_cap:
         return None
     return "a soft cap", with_layers(context, logit_cap=2.0)
 
@@ -66,16 +66,16 @@ LOGIT_CAP = Feature(
         ),
     ),
     describe=lambda case: {"logit_cap": _phrase(case)},
-    declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.logit_cap or not case.logit_cap),),
+    declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.options.logit_cap or not case.logit_cap),),
     values=Columns(
-        lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])},
-        lambda declared, row, so_far: {"logit_cap": _CAPS[declared.logit_cap]} if varies(row) else {},
+        lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.options.logit_cap else _CAPS[:1])},
+        lambda declared, row, so_far: {"logit_cap": _CAPS[declared.options.logit_cap]} if varies(row) else {},
         {"logit_cap": ()},
     ),
-    covered=(option("soft cap", lambda declared, mode: declared.logit_cap, lambda case: case.logit_cap > 0),),
+    covered=(option("soft cap", lambda declared, mode: declared.options.logit_cap, lambda case: case.logit_cap > 0),),
     simpler=of_number("logit_cap"),
     undeclared=(_undeclared_cap,),
-    random=lambda draws, declared, so_far: {"logit_cap": draws.one_of(_CAPS)} if declared.logit_cap else {},
+    random=lambda draws, declared, so_far: {"logit_cap": draws.one_of(_CAPS)} if declared.options.logit_cap else {},
     varies="layer",
     apply=(OnLayers(_caps),),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ...contract import Capabilities
@@ -39,11 +39,13 @@ def nearer_numbers(value: int, minimal: int) -> Iterator[int]:
         step //= 2
 
 
-def smaller_declared(name: str, declared: str) -> Callable[[Capabilities, Fields, Fields], Iterator[Changes]]:
+def smaller_declared(
+    name: str, declared: Callable[[Capabilities], Iterable[int]]
+) -> Callable[[Capabilities, Fields, Fields], Iterator[Changes]]:
     """``Simpler.steps`` of a field whose values a backend lists."""
 
     def steps(capabilities: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
-        below = [value for value in sorted(getattr(capabilities, declared)) if value < getattr(case, name)]
+        below = [value for value in sorted(declared(capabilities)) if value < getattr(case, name)]
         few = len(below) <= _FEW
         yield from ({name: value} for value in below if few or not value & (value - 1) or value in below[-2:])
 

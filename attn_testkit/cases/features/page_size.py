@@ -23,7 +23,7 @@ def _tried(declared: Capabilities, case: Fields) -> int | None:
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    page = first_undeclared((48, 3, 5, 256), declared.page_sizes)
+    page = first_undeclared((48, 3, 5, 256), declared.kv_pool.page_sizes)
     if page is None:
         return None
     pool = pool_like(context, page * 2, page)
@@ -53,23 +53,26 @@ PAGE_SIZE = Feature(
     ),
     describe=lambda case: {"page_size": str(case.page_size)},
     declared=(
-        Asked(lambda case: f"page size {case.page_size}", lambda declared, case: case.page_size in declared.page_sizes),
+        Asked(
+            lambda case: f"page size {case.page_size}",
+            lambda declared, case: case.page_size in declared.kv_pool.page_sizes,
+        ),
     ),
     values=Columns(
-        lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)}
+        lambda declared, mode, tier: {"page_size": some_of(declared.kv_pool.page_sizes, 3 if tier == "smoke" else 5)}
     ),
     covered=(
         Covered(
             "page",
             "page size",
-            lambda declared, mode: declared.page_sizes,
+            lambda declared, mode: declared.kv_pool.page_sizes,
             _tried,
             lambda declared, case, page: {"page_size": page, "prefixes": lens_beyond_a_page(page)},
         ),
     ),
-    simpler=of_number("page_size", steps=smaller_declared("page_size", "page_sizes")),
+    simpler=of_number("page_size", steps=smaller_declared("page_size", lambda declared: declared.kv_pool.page_sizes)),
     undeclared=(_undeclared,),
-    random=lambda draws, declared, so_far: {"page_size": draws.one_of(sorted(declared.page_sizes))},
+    random=lambda draws, declared, so_far: {"page_size": draws.one_of(sorted(declared.kv_pool.page_sizes))},
     varies="instance",
     apply=Without("steps/schedule.py lays requests out in pages, and the harness makes a pool with such pages."),
 )

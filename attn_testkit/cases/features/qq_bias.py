@@ -22,19 +22,23 @@ QQ_BIASES = ("none", "own", "shared")
 def _declared(declared: Capabilities, case: Fields) -> bool:
     if case.qq_bias == "none":
         return True
-    return case.mode in declared.qq_bias and (case.qq_bias == "shared" or not declared.shared_qq_bias)
+    return case.mode in declared.options.qq_bias and (case.qq_bias == "shared" or not declared.options.shared_qq_bias)
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    if mode not in declared.qq_bias:
+    if mode not in declared.options.qq_bias:
         return {}
-    return {"qq_bias": ["none", "shared" if declared.shared_qq_bias else "own"]}
+    return {"qq_bias": ["none", "shared" if declared.options.shared_qq_bias else "own"]}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if not context.modes <= declared.qq_bias:
+    if not context.modes <= declared.options.qq_bias:
         return "an additive bias", replace(context, qq_bias="shared")
-    return ("an additive bias for each request", replace(context, qq_bias="own")) if declared.shared_qq_bias else None
+    return (
+        ("an additive bias for each request", replace(context, qq_bias="own"))
+        if declared.options.shared_qq_bias
+        else None
+    )
 
 
 def _read(word: str) -> Changes:
@@ -108,7 +112,7 @@ QQ_BIAS = Feature(
     covered=(
         option(
             "additive bias",
-            lambda declared, mode: mode in declared.qq_bias,
+            lambda declared, mode: mode in declared.options.qq_bias,
             lambda case: case.qq_bias != "none",
         ),
     ),

@@ -69,8 +69,8 @@ def keys_of(case: Fields) -> Iterator[int]:
 def most_rows(declared: Capabilities, mode: ForwardMode) -> int:
     """Most query rows of one request that are declared in a mode."""
     if mode is ForwardMode.EXTEND:
-        return declared.max_extend_tokens
-    return declared.max_q_rows if mode.is_speculative() else 1
+        return declared.bounds.max_extend_tokens
+    return declared.bounds.max_q_rows if mode.is_speculative() else 1
 
 
 def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def rows_of_two(mode: ForwardMode, rows: int, topk: int) -> Rows:
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    rows = declared.max_q_rows
+    rows = declared.bounds.max_q_rows
     if mode is ForwardMode.DECODE:
         return {}
     if mode is ForwardMode.EXTEND:
@@ -109,10 +109,10 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
         return {"new_tokens": names} | ({"without_rows": ["", *_WITHOUT_ROWS]} if lacking else {})
     if mode is ForwardMode.DRAFT_DECODE:
         drafts = [draft for draft in _DRAFTS if tier != "smoke" or len(draft) <= _MOST_DRAFTED_IN_SMOKE]
-        return {"draft": [draft for draft in drafts if draft.branches <= declared.max_draft_branches]}
+        return {"draft": [draft for draft in drafts if draft.branches <= declared.bounds.max_draft_branches]}
     if mode is ForwardMode.TARGET_VERIFY:
         chains = [chain(min(n, rows)) for n in (2, 4, 7)]
-        trees = [tree for tree in _TREES if len(tree) <= rows and tree.topk <= declared.max_topk]
+        trees = [tree for tree in _TREES if len(tree) <= rows and tree.topk <= declared.bounds.max_topk]
         return {"tree": list(dict.fromkeys([*chains, *trees]))}
     widths = sorted({min(n, rows) for n in (2, 4, MOST_USUAL_ROWS)})
     return {"width": widths, "accepted": list(_ACCEPTED)}
@@ -122,7 +122,10 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     requests, rows = len(so_far["prefixes"]), so_far["rows"]
     if "new_tokens" in row:
         new = new_tokens(
-            row.get("without_rows") or row["new_tokens"], requests, so_far["page_size"], declared.max_extend_tokens
+            row.get("without_rows") or row["new_tokens"],
+            requests,
+            so_far["page_size"],
+            declared.bounds.max_extend_tokens,
         )
         return changed_rows(rows, new=new, room=room_for(new))
     if "accepted" in row:
@@ -132,7 +135,7 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
     if case.draft:
-        return case.draft.branches <= declared.max_draft_branches
+        return case.draft.branches <= declared.bounds.max_draft_branches
     # The width of an extend is the room of its graph, and not what a request has.
     rows = max(case.new) if case.mode is ForwardMode.EXTEND else case.width
     return rows <= most_rows(declared, case.mode)
@@ -140,7 +143,11 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 def _widest_tree(declared: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
     # The children of a node are rows next to it.
-    return (max(1, min(declared.max_topk, declared.max_q_rows - 1)),) if mode is ForwardMode.TARGET_VERIFY else ()
+    return (
+        (max(1, min(declared.bounds.max_topk, declared.bounds.max_q_rows - 1)),)
+        if mode is ForwardMode.TARGET_VERIFY
+        else ()
+    )
 
 
 def _is_chain(tree: Tree) -> bool:
@@ -196,19 +203,21 @@ def _size(case: Fields, minimal: Fields) -> Size:
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     rows, requests = so_far["rows"], len(so_far["prefixes"])
-    most = min(declared.max_q_rows, _MOST_RANDOM_ROWS)
+    most = min(declared.bounds.max_q_rows, _MOST_RANDOM_ROWS)
     match rows:
         case Verify():
             parents: list[int] = []
             for node in range(1, draws.number(1, most)):
-                room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < declared.max_topk]
+                room = [
+                    parent for parent in range(node - 1, -1, -1) if parents.count(parent) < declared.bounds.max_topk
+                ]
                 parents.append(draws.one_of(room))
             return changed_rows(rows, tree=Tree(tuple(parents)))
         case Drafted():
-            branches = draws.number(1, min(declared.max_draft_branches, _MOST_RANDOM_BRANCHES))
+            branches = draws.number(1, min(declared.bounds.max_draft_branches, _MOST_RANDOM_BRANCHES))
             return changed_rows(rows, draft=Draft(branches, draws.number(2, 7)))
         case Extend():
-            new = draws.numbers((requests, requests), (1, min(declared.max_extend_tokens, _MOST_RANDOM_NEW)))
+            new = draws.numbers((requests, requests), (1, min(declared.bounds.max_extend_tokens, _MOST_RANDOM_NEW)))
             return changed_rows(rows, new=new, room=room_for(new))
         case Accepted():
             width = draws.number(1, most)
@@ -217,7 +226,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
 
 
 def _undeclared_rows(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    rows = declared.max_q_rows + 1
+    rows = declared.bounds.max_q_rows + 1
     if not context.modes & _ROW_MODES or rows > _MOST_ASKED:
         return None
     more = replace(context, num_draft_tokens=rows, max_num_tokens=context.max_bs * rows)
@@ -225,7 +234,7 @@ def _undeclared_rows(declared: Capabilities, context: BackendContext) -> tuple[s
 
 
 def _undeclared_tokens(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    tokens = declared.max_extend_tokens + 1
+    tokens = declared.bounds.max_extend_tokens + 1
     if ForwardMode.EXTEND not in context.modes or tokens > _MOST_ASKED:
         return None
     more = replace(context, max_extend_tokens=tokens, max_num_tokens=max(context.max_num_tokens, tokens))
@@ -233,13 +242,13 @@ def _undeclared_tokens(declared: Capabilities, context: BackendContext) -> tuple
 
 
 def _undeclared_children(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if ForwardMode.TARGET_VERIFY not in context.modes or declared.max_topk >= _MOST_ASKED:
+    if ForwardMode.TARGET_VERIFY not in context.modes or declared.bounds.max_topk >= _MOST_ASKED:
         return None
-    return f"topk {declared.max_topk + 1}", replace(context, topk=declared.max_topk + 1)
+    return f"topk {declared.bounds.max_topk + 1}", replace(context, topk=declared.bounds.max_topk + 1)
 
 
 def _undeclared_branches(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    branches = declared.max_draft_branches + 1
+    branches = declared.bounds.max_draft_branches + 1
     if ForwardMode.DRAFT_DECODE not in context.modes or branches > _MOST_ASKED:
         return None
     more = replace(context, draft_branches=branches, max_num_tokens=context.max_bs * branches)
@@ -334,7 +343,7 @@ ROWS = Feature(
         ),
         Asked(
             lambda case: f"a tree with {case.topk} children of a node",
-            lambda declared, case: case.topk <= declared.max_topk,
+            lambda declared, case: case.topk <= declared.bounds.max_topk,
         ),
     ),
     values=Columns(
@@ -348,7 +357,7 @@ ROWS = Feature(
         Covered(
             "rows",
             "query rows",
-            lambda declared, mode: (declared.max_q_rows,) if mode.is_speculative() else (),
+            lambda declared, mode: (declared.bounds.max_q_rows,) if mode.is_speculative() else (),
             lambda declared, case: max(rows_of(case)),
             lambda declared, case, rows: {"rows": rows_of_two(case.mode, rows, max(1, case.topk))},
             bound=True,
@@ -357,7 +366,7 @@ ROWS = Feature(
         Covered(
             "extend",
             "new tokens of a request",
-            lambda declared, mode: (declared.max_extend_tokens,) if mode is ForwardMode.EXTEND else (),
+            lambda declared, mode: (declared.bounds.max_extend_tokens,) if mode is ForwardMode.EXTEND else (),
             lambda declared, case: max(case.new, default=0),
             lambda declared, case, tokens: {"rows": rows_of_two(case.mode, tokens, 0)},
             bound=True,
@@ -375,7 +384,7 @@ ROWS = Feature(
         Covered(
             "branches",
             "branches of a draft",
-            lambda declared, mode: (declared.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
+            lambda declared, mode: (declared.bounds.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
             lambda declared, case: case.draft.branches if case.draft else 0,
             lambda declared, case, branches: changed_rows(case.rows, draft=Draft(branches, 3)),
             bound=True,

@@ -14,7 +14,7 @@ from .feature import Asked, Feature, OnLayers, Trait, Without, flag_word, of_fla
 
 
 def _other_scaling(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if declared.any_scaling or not context.layers[0].head_layout.usual_scaling:
+    if declared.options.any_scaling or not context.layers[0].head_layout.usual_scaling:
         return None
     layers = tuple(replace(layer, scaling=layer.scaling / 2) for layer in context.layers)
     return "a scaling other than 1/sqrt(head_dim)", replace(context, layers=layers)
@@ -46,10 +46,12 @@ SCALING = Feature(
     declared=(
         Asked(
             lambda case: "a softmax scale that is not 1/sqrt(head_dim)",
-            lambda declared, case: declared.any_scaling or case.usual_scaling or not case.heads.layout.usual_scaling,
+            lambda declared, case: (
+                declared.options.any_scaling or case.usual_scaling or not case.heads.layout.usual_scaling
+            ),
         ),
     ),
-    fit=lambda declared, case: {"usual_scaling": not declared.any_scaling and case.heads.layout.usual_scaling},
+    fit=lambda declared, case: {"usual_scaling": not declared.options.any_scaling and case.heads.layout.usual_scaling},
     values=Without("Only the nearest declared case has this value."),
     covered=Without("All cases of a backend have the same scaling."),
     simpler=of_flag("usual_scaling"),

@@ -65,7 +65,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
 
 def _not_causal(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     asked = context.modes & {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
-    if asked <= declared.non_causal:
+    if asked <= declared.options.non_causal:
         return None
     return "a layer that is not causal", with_layers(context, causal=False, sliding_window_size=-1)
 
@@ -104,7 +104,7 @@ SERVER_VARIANT = Feature(
     covered=(
         option(
             "layers that are not causal",
-            lambda declared, mode: mode in declared.non_causal,
+            lambda declared, mode: mode in declared.options.non_causal,
             lambda case: not variant_of(case).causal,
             "cases/features/server/non_causal.py has them.",
         ),

@@ -27,7 +27,7 @@ from .feature import (
 
 
 def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if declared.sinks:
+    if declared.options.sinks:
         return None
     layers = tuple(
         replace(layer, sinks=torch.zeros(layer.tp_q_head_num, device=context.device)) for layer in context.layers
@@ -77,16 +77,16 @@ SINKS = Feature(
         ),
     ),
     describe=lambda case: {"sinks": _phrase(case)},
-    declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
+    declared=(Asked(lambda case: "sinks", lambda declared, case: declared.options.sinks or not case.sinks),),
     values=Columns(
-        lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]},
-        lambda declared, row, so_far: {"sinks": declared.sinks} if varies(row) else {},
+        lambda declared, mode, tier: {"sinks": [False, True] if declared.options.sinks else [False]},
+        lambda declared, row, so_far: {"sinks": declared.options.sinks} if varies(row) else {},
         {"sinks": ()},
     ),
-    covered=(option("sinks", lambda declared, mode: declared.sinks, lambda case: case.sinks),),
+    covered=(option("sinks", lambda declared, mode: declared.options.sinks, lambda case: case.sinks),),
     simpler=of_flag("sinks"),
     undeclared=(_undeclared_sinks,),
-    random=lambda draws, declared, so_far: {"sinks": draws.one_of([False, True])} if declared.sinks else {},
+    random=lambda draws, declared, so_far: {"sinks": draws.one_of([False, True])} if declared.options.sinks else {},
     varies="layer",
     apply=(OnLayers(_sinks),),
 )

@@ -151,7 +151,7 @@ def _other_width(declared: Capabilities, context: BackendContext) -> tuple[str, 
 
 def _other_trees(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     state = context.state
-    if state is None or declared.state is None or declared.max_topk < _TOPK:
+    if state is None or declared.state is None or declared.bounds.max_topk < _TOPK:
         return None
     kind = state.layers[0].kind
     if kind in declared.state.trees or ForwardMode.TARGET_VERIFY not in context.modes:

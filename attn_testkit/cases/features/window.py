@@ -75,7 +75,7 @@ def _windowed(case: Fields) -> bool:
 
 
 def _in_trees(declared: Capabilities, mode: ForwardMode) -> bool:
-    trees = mode is ForwardMode.TARGET_VERIFY and min(declared.max_topk, declared.max_q_rows - 1) > 1
+    trees = mode is ForwardMode.TARGET_VERIFY and min(declared.bounds.max_topk, declared.bounds.max_q_rows - 1) > 1
     return trees and mode in declared.windows.modes and declared.windows.in_trees
 
 

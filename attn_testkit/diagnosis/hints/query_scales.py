@@ -18,7 +18,7 @@ _ROUNDED = {
     "per_token": "after a division by the largest of each token",
     "per_tensor": "after a division by the largest of all rows",
 }
-"""Value of ``Capabilities.q_scale`` -> rounding of queries to FP8, in words."""
+"""Value of ``Precision.q_scale`` -> rounding of queries to FP8, in words."""
 
 
 # Limits of rows that FP8 flushes are wide, so another factor fits them as well.

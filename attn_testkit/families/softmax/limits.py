@@ -10,7 +10,7 @@ The factor 2 leaves room for partial results that are rounded before they are co
 decode
 0.05 to 0.52, XQA 0.05 to 0.78, torch with rounded probabilities 0.05 to 0.41.
 
-A backend that declares FP8 products (``Capabilities.matmul_dtype``) rounds its probabilities to FP8 before the second
+A backend that declares FP8 products (``Precision.matmul_dtype``) rounds its probabilities to FP8 before the second
 product, and nothing else with a coarser roundoff: its queries are exact in FP8. Queries of any other backend with an
 FP8 pool are arbitrary, and a kernel that rounds them exceeds the limit. FP8 has few small numbers: below 2^-6 its error
 no longer shrinks with the number, and is 2^-10 at most. Kernels round p relative to the row's largest, and multiplied

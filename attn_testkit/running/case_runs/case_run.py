@@ -194,7 +194,7 @@ def run_case(
             return RunRecord(not_here=full)
         lost = _lost_context(cause, environment)
         # Of a way something else may be None.
-        needs = declared.needs_cpu_seq_lens or variant_of(case).gives_none
+        needs = declared.needs.cpu_seq_lens or variant_of(case).gives_none
         found = from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs)
         if lost and not context_lost(cause):
             found = replace(found, hint=f"{LOST_HINT} ({lost})")
@@ -331,7 +331,7 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
         ]
     label = f"another eager step on the instance ({', '.join((second.label, *second.own_variations))})"
     seen.append(run_eager(harness, schedule, second, drive.clock, label=label, ran_before="steps"))
-    if declared.batch_invariant and step.bs > 1:
+    if declared.promises.batch_invariant and step.bs > 1:
         seen += [
             run_eager(harness, schedule, few, drive.clock, label=few.label) for few in with_other_requests(case, step)
         ]

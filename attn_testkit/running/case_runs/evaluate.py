@@ -271,7 +271,7 @@ def step_inputs(schedule: Schedule, step: Step, declared: Capabilities) -> StepI
     if others:
         parts = {each.name: step_inputs(schedule_of(schedule, each.name), step, declared) for each in (own, *others)}
         return replace(parts[own.name], data=data, packed=pack(data.q, data.k, data.v, one_row=one_row), parts=parts)
-    image = partial(_image, schedule, step, data, case.kv_dtype in declared.finite_page_tails)
+    image = partial(_image, schedule, step, data, case.kv_dtype in declared.needs.finite_page_tails)
     stored = own.memory.stored(data)
     slots, rows, limit = stored.slots, stored.rows, stored.limit
     if step.stored:
@@ -327,7 +327,7 @@ def _due(
         if declared.server.takes_empty_batches:
             yield from ((own.case.id, idle.name, False) for idle in own.idle)
         yield own.case.id, own.second.name, False
-        if declared.batch_invariant and first.bs > 1:
+        if declared.promises.batch_invariant and first.bs > 1:
             yield from ((own.case.id, few.name, False) for few in with_other_requests(case, first))
         eager = [other for other in schedules[1:] if other.case.mode in declared.eager]
         yield from ((other.case.id, other.steps[0].name, False) for other in eager)
@@ -347,7 +347,7 @@ def _due(
 def _compared(declared: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
     """Compare eager runs of the same numbers with each other."""
     first, again, *others = observed
-    found = repeatable(first, again) if declared.deterministic else []
+    found = repeatable(first, again) if declared.promises.deterministic else []
     parts = [each for each in others if each.step.part_of is not None]
     found += next(filter(None, (batch_invariant(first, each) for each in parts)), [])
     last_rows = [each for each in others if each.replay or _of_last_rows(each)]

@@ -7,23 +7,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...contract import Capabilities, ForwardMode
-from ...contract.capabilities import GUESSED, unwritten
 from ...contract.head_layout import HEAD_LAYOUTS
 
 
 def not_declared_here(declared: Capabilities) -> tuple[str, ...]:
     """Phrases: executions of declared modes, other modes, head layouts, and capabilities that the author did
     not write."""
-    kept = [name for name in GUESSED if name in unwritten(declared)]
-    if declared.families <= {"mha"}:
-        kept = [name for name in kept if name != "gqa_ratios"]
+    kept = list(declared.unwritten())
+    if declared.heads.families <= {"mha"}:
+        kept = [name for name in kept if name != "heads.gqa_ratios"]
     # A backend has layers with keys or with states, and nobody misses the others.
     states = declared.state is not None
     phrases = (
         ("graph for ", _names(declared.eager - declared.graph)),
         ("eager for ", _names(declared.graph - declared.eager)),
         ("", _names(set(ForwardMode) - declared.eager - declared.graph)),
-        ("", [name for name, each in _LAYOUTS.items() if each.has_state is states and name not in declared.families]),
+        (
+            "",
+            [
+                name
+                for name, each in _LAYOUTS.items()
+                if each.has_state is states and name not in declared.heads.families
+            ],
+        ),
         ("left at the default: ", kept),
     )
     return tuple(what + ", ".join(names) for what, names in phrases if names)

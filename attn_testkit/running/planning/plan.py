@@ -167,7 +167,7 @@ def _without_eager(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -
 
 def _rows_not_compared(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
     """Modes whose rows no planned case compares with rows of extend, although equal bits are declared, in words."""
-    if not declared.mode_invariant:
+    if not declared.promises.mode_invariant:
         return ()
     due = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY} & (declared.eager | declared.graph)
     for item, case in items:
@@ -326,21 +326,24 @@ def _unsatisfiable(spec: str, declared: Capabilities, mode: ForwardMode, executi
 
 
 _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
-    ("families is empty", lambda c: not c.families),
-    ("dtypes is empty", lambda c: not c.dtypes),
-    ("kv_dtypes is empty", lambda c: not c.kv_dtypes),
-    ("kv_layouts is empty", lambda c: not c.kv_layouts),
-    ("page_sizes is empty", lambda c: not c.page_sizes),
-    ("head_dims is empty, or holds only widths above 512", lambda c: not any(d <= 512 for d in c.head_dims)),
-    ("mla_rope_dims is empty", lambda c: bool(latent(c)) and not c.mla_rope_dims),
-    ("gqa_ratios is empty, and mha is not declared", lambda c: "mha" not in c.families and not c.gqa_ratios),
+    ("families is empty", lambda c: not c.heads.families),
+    ("dtypes is empty", lambda c: not c.precision.dtypes),
+    ("kv_dtypes is empty", lambda c: not c.kv_pool.kv_dtypes),
+    ("kv_layouts is empty", lambda c: not c.kv_pool.kv_layouts),
+    ("page_sizes is empty", lambda c: not c.kv_pool.page_sizes),
+    ("head_dims is empty, or holds only widths above 512", lambda c: not any(d <= 512 for d in c.heads.head_dims)),
+    ("mla_rope_dims is empty", lambda c: bool(latent(c)) and not c.heads.mla_rope_dims),
     (
-        "gqa and mqa need a number above 1 in gqa_ratios; as many query heads as KV heads is mha",
-        lambda c: c.families <= {"gqa", "mqa"} and c.gqa_ratios <= {1},
+        "gqa_ratios is empty, and mha is not declared",
+        lambda c: "mha" not in c.heads.families and not c.heads.gqa_ratios,
     ),
     (
-        "max_context_len {declared.max_context_len} has no room for the shortest case: two pages next to prefix and "
-        "new tokens",
+        "gqa and mqa need a number above 1 in gqa_ratios; as many query heads as KV heads is mha",
+        lambda c: c.heads.families <= {"gqa", "mqa"} and c.heads.gqa_ratios <= {1},
+    ),
+    (
+        "max_context_len {declared.bounds.max_context_len} has no room for the shortest case: two pages next to "
+        "prefix and new tokens",
         lambda c: True,
     ),
 )

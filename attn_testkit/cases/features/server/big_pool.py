@@ -35,7 +35,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
         yield from found
         if small.mode is ForwardMode.DECODE:
             yield from _narrow(declared, found)
-        elif "fp8_e4m3" in declared.kv_dtypes:
+        elif "fp8_e4m3" in declared.kv_pool.kv_dtypes:
             # FP8 pools are read by another kernel, which has strides of its own (aiter #4427).
             yield from (case.with_changes(kv_dtype="fp8_e4m3") for case in found)
 
@@ -45,7 +45,7 @@ def _narrow(declared: Capabilities, found: list[C]) -> Iterator[C]:
     for case in found:
         if case.heads.layout.wide_rows or case.heads.kv_heads * case.head_dim <= _NARROW_ROW:
             continue
-        fit = [dim for dim in declared.head_dims if case.heads.kv_heads * dim <= _NARROW_ROW]
+        fit = [dim for dim in declared.heads.head_dims if case.heads.kv_heads * dim <= _NARROW_ROW]
         if fit:
             yield case.with_changes(head_dim=max(fit))
 
@@ -59,13 +59,13 @@ def big_pool_cases(declared: Capabilities, small: C) -> Iterator[C]:
 def _case(declared: Capabilities, small: C) -> Iterator[C]:
     """Case with one layer: 2 to 9 GB, of which very little is used."""
     fused = declared.sparse is not None and declared.sparse.indexer is not None and declared.sparse.indexer.fused
-    inside = [each for each in sorted(declared.kv_dtypes, reverse=True) if each not in _APART]
+    inside = [each for each in sorted(declared.kv_pool.kv_dtypes, reverse=True) if each not in _APART]
     if usual_layout(declared) == OWN or fused or not inside:
         return
     width = small.head_dim
     if not small.heads.layout.wide_rows:
-        width = max([width, *(dim for dim in declared.head_dims if dim <= _MOST_WIDTH)])
-    page, narrow = small.page_size, min(declared.dtypes, key=_NARROWEST.index)
+        width = max([width, *(dim for dim in declared.heads.head_dims if dim <= _MOST_WIDTH)])
+    page, narrow = small.page_size, min(declared.precision.dtypes, key=_NARROWEST.index)
     lens = (9, 2 * page + 5, 1)
     one = small.with_changes(
         head_dim=width,
@@ -91,11 +91,11 @@ def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterato
     indexer, topk = sparse.indexer, min(sparse.topk, key=lambda each: (each == 1, each))
     selection = Selection(topk, sparse.index_space == "slots")
     wide = small.heads.layout.wide_rows
-    dims = [dim for dim in sorted(declared.head_dims) if dim * small.heads.kv_heads >= INDEX_WIDTH]
+    dims = [dim for dim in sorted(declared.heads.head_dims) if dim * small.heads.kv_heads >= INDEX_WIDTH]
     one = small.with_changes(
         head_dim=small.head_dim if wide or not dims else dims[0],
-        dtype=min(declared.dtypes, key=_NARROWEST.index),
-        kv_dtype="fp8_e4m3" if wide and "fp8_e4m3" in declared.kv_dtypes else small.kv_dtype,
+        dtype=min(declared.precision.dtypes, key=_NARROWEST.index),
+        kv_dtype="fp8_e4m3" if wide and "fp8_e4m3" in declared.kv_pool.kv_dtypes else small.kv_dtype,
         layers=Layers(1),
         layout="shuffled",
         data="gauss",

@@ -26,14 +26,14 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if not _fits(declared, small):
         return
-    width = _WIDTH if small.draft else min(_WIDTH, declared.max_q_rows)
+    width = _WIDTH if small.draft else min(_WIDTH, declared.bounds.max_q_rows)
     case = small.of_requests((9, _PAGES * small.page_size, 1), padded=1, data="gauss", layout="shuffled")
     case = case.with_changes(rows=with_draft_width(case.rows, width))
     if case.mode is ForwardMode.DRAFT_EXTEND:
         # The request at the cap has rows after it.
         case = case.with_changes(rows=case.rows.counted((1, width, width)))
     yield case.with_changes(variants=frozenset({CONTEXT_OF_PREFIXES.word}))
-    if case.tree and declared.max_topk >= _TREE.topk and declared.max_q_rows >= len(_TREE):
+    if case.tree and declared.bounds.max_topk >= _TREE.topk and declared.bounds.max_q_rows >= len(_TREE):
         # A buffer of tree masks with a column for each token of the context is too small only if all requests of the
         # largest graph are at the cap (sglang #29450).
         full = small.of_requests((_PAGES * small.page_size,) * 2, data="gauss", layout="shuffled")

@@ -42,7 +42,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if small.mode not in declared.server.narrower_widths:
         return
     small = small.of_requests(_LENS, padded=1, data="gauss", layout="shuffled")
-    widest = _WIDEST if small.draft else min(_WIDEST, declared.max_q_rows)
+    widest = _WIDEST if small.draft else min(_WIDEST, declared.bounds.max_q_rows)
     wide = small.with_changes(rows=with_draft_width(small.rows, max(widest, 1)))
     if wide.new:
         wide = wide.with_changes(rows=wide.rows.counted(((widest + 1) // 2, widest, 1)))

@@ -20,21 +20,21 @@ _NEW = (20, 1, 3, 7)
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
-    return case.mode in declared.non_causal
+    return case.mode in declared.options.non_causal
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    if small.mode not in declared.non_causal:
+    if small.mode not in declared.options.non_causal:
         return
     if small.mode is ForwardMode.EXTEND:
-        new = tuple(min(count, declared.max_extend_tokens) for count in _NEW)
+        new = tuple(min(count, declared.bounds.max_extend_tokens) for count in _NEW)
         prompts = new[:3]
         found = [
             small.of_requests(_LENS, rows=Extend(new, room_for(new))),
             small.of_requests((0,) * len(prompts), rows=Extend(prompts, room_for(prompts))),
         ]
     else:
-        blocks = dict.fromkeys(min(rows, declared.max_q_rows) for rows in _BLOCKS)
+        blocks = dict.fromkeys(min(rows, declared.bounds.max_q_rows) for rows in _BLOCKS)
         found = [small.of_requests(_LENS, padded=1, rows=Verify(chain(n))) for n in blocks]
     for case in found:
         yield case.with_changes(data="gauss", variants=frozenset({"noncausal"}))

@@ -82,7 +82,9 @@ def dialect_of(declared: Capabilities, case: Fields) -> Dialect:
 def usual_page(declared: Capabilities) -> int:
     """A declared page size of several slots, if there is one, but no larger than in most servers: page 0 has as many
     slots."""
-    return max((size for size in declared.page_sizes if size <= _PAGE), default=min(declared.page_sizes))
+    return max(
+        (size for size in declared.kv_pool.page_sizes if size <= _PAGE), default=min(declared.kv_pool.page_sizes)
+    )
 
 
 def variant_cases(declared: Capabilities, small: C) -> Iterator[C]:

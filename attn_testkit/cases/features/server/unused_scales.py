@@ -18,7 +18,7 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    if small.mode in _CORE and declared.server.takes_unused_scales and "same" in declared.kv_dtypes:
+    if small.mode in _CORE and declared.server.takes_unused_scales and "same" in declared.kv_pool.kv_dtypes:
         own = small.with_changes(kv_dtype="same", data="gauss", variants=frozenset({UNUSED_SCALES}))
         yield own.of_requests(_LENS, padded=1)
 

@@ -14,7 +14,7 @@ _LENS = (9, 70, 1)
 
 
 def _verify(declared: Capabilities, small: C) -> C:
-    rows = min(4, declared.max_q_rows)
+    rows = min(4, declared.bounds.max_q_rows)
     return small.of_requests(_LENS, padded=1, rows=Verify(chain(rows)), data="gauss")
 
 

@@ -30,7 +30,7 @@ def wide_scores_cases(declared: Capabilities, small: C, tier: str) -> Iterator[C
     Their request table needs 140 MB or more. Few columns of each request are in use.
     """
     sparse = declared.sparse
-    if sparse is None or sparse.indexer is None or declared.max_context_len < _TOKENS:
+    if sparse is None or sparse.indexer is None or declared.bounds.max_context_len < _TOKENS:
         return
     if small.mode is not ForwardMode.EXTEND and (small.mode is not ForwardMode.TARGET_VERIFY or tier != "full"):
         return

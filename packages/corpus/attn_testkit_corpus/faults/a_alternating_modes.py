@@ -19,7 +19,7 @@ class SharedPlans(PlannedBackend):
     """Offsets, lengths and splits are kept while a plan has the same lengths as the one before; all modes share
     them."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -255,7 +255,7 @@ class FrozenKvStepOffsetBaked(PlannedBackend):
 class GridCoversTheCaptureLengths(PlannedBackend):
     """The launch grid follows the longest request, as a Python number: a graph covers the capture's lengths."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def plan(self, batch: ForwardBatch) -> Metadata:
         assert batch.seq_lens_cpu is not None

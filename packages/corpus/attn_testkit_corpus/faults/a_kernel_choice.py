@@ -21,9 +21,12 @@ class KernelSwitchOffByOne(PlannedBackend):
     splits."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        kernel_changes_at={_SIZE}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"},
-        logit_cap=False, sinks=False,
-    )  # fmt: skip
+        bounds={"kernel_changes_at": {_SIZE}},
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}},
+        options={"logit_cap": False, "sinks": False},
+    )
 
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         if len(lens) > _SIZE:
@@ -40,7 +43,9 @@ class KernelSwitchOffByOne(PlannedBackend):
 class KernelSwitchByKeysOffByOne(PlannedBackend):
     """Batches of more than 1,000 keys are planned without splits, but batches of 1,000 and more run without splits."""
 
-    capabilities = KernelSwitchOffByOne.capabilities.with_changes(kernel_changes_at=(), kernel_changes_at_keys={_KEYS})
+    capabilities = KernelSwitchOffByOne.capabilities.with_changes(
+        bounds={"kernel_changes_at": (), "kernel_changes_at_keys": {_KEYS}}
+    )
 
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return torch.where(lens.sum() > _KEYS, self.context.max_context_len, super().plan_splits(lens)).to(lens.dtype)

@@ -22,7 +22,7 @@ class PerWidthBackend(PlannedBackend):
     """Healthy parent: target-verify of several widths. Graphs share buffers, and are kept by batch size and width."""
 
     capabilities = LEAN.with_changes(
-        eager=_VERIFY, graph=_VERIFY, max_topk=1, windows=(), server={"narrower_widths": _VERIFY}
+        eager=_VERIFY, graph=_VERIFY, bounds={"max_topk": 1}, windows=(), server={"narrower_widths": _VERIFY}
     )
 
     def __init__(self, context: BackendContext) -> None:

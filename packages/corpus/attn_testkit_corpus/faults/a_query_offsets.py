@@ -78,7 +78,7 @@ class CaptureZeroesQueryStartLoc(PlannedBackend):
 class HostCumsumInsideCapturedForward(PlannedBackend):
     """The captured forward sums query lengths on the host into pinned memory; a replay re-runs only the copy."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -11,7 +11,10 @@ from .parent import Metadata, PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 LEAN = PlannedBackend.capabilities.with_changes(
-    families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
+    heads={"families": {"gqa"}, "head_dims": {64}},
+    precision={"dtypes": {"bf16"}},
+    kv_pool={"kv_dtypes": {"same"}},
+    options={"logit_cap": False, "sinks": False},
 )
 """Capabilities with few values in fields that do not matter for this file."""
 

@@ -172,7 +172,7 @@ class PadRowNanSpreadsViaBatchScale(PlannedBackend):
 class AllZeroLensScheduler(PlannedBackend):
     """Capture plans a batch whose lengths are all zero, which the scheduler was never written for."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0

@@ -217,7 +217,7 @@ class BatchInvariantBackend(PlannedBackend):
     splits, in another order (``in_other_order``).
     """
 
-    capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
+    capabilities = PlannedBackend.capabilities.with_changes(promises={"batch_invariant": True})
 
     @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
@@ -252,15 +252,11 @@ class ModeInvariantBackend(BatchInvariantBackend):
     """Rows of a request are computed one by one too, so their number, which differs between modes, changes no bit."""
 
     capabilities = BatchInvariantBackend.capabilities.with_changes(
-        mode_invariant=True,
-        families={"gqa"},
-        gqa_ratios={2},
-        dtypes={"fp32"},
-        kv_dtypes={"same"},
-        head_dims={64},
-        page_sizes={16},
-        max_extend_tokens=32,
-        max_context_len=2048,
+        promises={"mode_invariant": True},
+        heads={"families": {"gqa"}, "gqa_ratios": {2}, "head_dims": {64}},
+        precision={"dtypes": {"fp32"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16}},
+        bounds={"max_extend_tokens": 32, "max_context_len": 2048},
     )
 
     @override
@@ -287,12 +283,11 @@ class SplitsOfFixedTokensBackend(ModeInvariantBackend):
     """
 
     capabilities = ModeInvariantBackend.capabilities.with_changes(
-        batch_invariant=False,
+        promises={"batch_invariant": False},
         eager={"decode", "extend", "target-verify"},
         graph={"decode", "target-verify"},
-        max_topk=1,
-        logit_cap=False,
-        sinks=False,
+        bounds={"max_topk": 1},
+        options={"logit_cap": False, "sinks": False},
     )
     max_splits = 4
     split_tokens = 16

@@ -14,9 +14,12 @@ class ByLayerBackend(PlannedBackend):
     """Healthy parent: plan and workspace fit every layer, and the kernel computes the strides of rows."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        heads_by_layer=True, families={"gqa"}, dtypes={"bf16"}, head_dims={64, 128}, kv_dtypes={"same"}, page_sizes={4},
-        gqa_ratios={2, 4}, max_q_rows=6, max_topk=2, sinks=False, logit_cap=False,
-    )  # fmt: skip
+        heads={"heads_by_layer": True, "families": {"gqa"}, "head_dims": {64, 128}, "gqa_ratios": {2, 4}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {4}},
+        bounds={"max_q_rows": 6, "max_topk": 2},
+        options={"sinks": False, "logit_cap": False},
+    )
     tile = 4
 
     def __init__(self, context: BackendContext) -> None:

@@ -240,7 +240,7 @@ class SaveKvCacheIgnored(PlannedBackend):
 class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
     """The kernel attends to the new rows from k and v, even if save_kv_cache is False and only the pool has them."""
 
-    capabilities = RegisterRowsBackend.capabilities.with_changes(kv_dtypes={"same"})
+    capabilities = RegisterRowsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"same"}})
 
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return k, v

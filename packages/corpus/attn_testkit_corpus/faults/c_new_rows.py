@@ -13,7 +13,10 @@ from .parent import PlannedBackend
 
 _ALL = tuple(ForwardMode)
 FP8 = PlannedBackend.capabilities.with_changes(
-    kv_dtypes={"fp8_e4m3"}, dtypes={"bf16"}, families={"gqa"}, head_dims={64}, logit_cap=False, sinks=False
+    kv_pool={"kv_dtypes": {"fp8_e4m3"}},
+    precision={"dtypes": {"bf16"}},
+    heads={"families": {"gqa"}, "head_dims": {64}},
+    options={"logit_cap": False, "sinks": False},
 )
 """Capabilities with an FP8 pool, and few values in fields that do not matter here."""
 
@@ -31,7 +34,7 @@ class AttendsNewRowsAsGiven(RegisterRowsBackend):
 class DeclaresNewRowsAsGiven(PlannedBackend):
     """New rows are declared as attended to unquantized, but the kernel reads them from the FP8 pool."""
 
-    capabilities = FP8.with_changes(new_rows_as_given=_ALL)
+    capabilities = FP8.with_changes(precision={"new_rows_as_given": _ALL})
 
 
 @fault("general", "completes", "takes_none_kv", executions="eager")
@@ -58,5 +61,5 @@ class SlotMinusOneIsTheLastSlot(DenseBackend):
     """Rows of padding have slot -1, which plain indexing reads as the last slot of the pool."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}
+        server={"padding_slots": {-1}}, heads={"families": {"gqa"}}, precision={"dtypes": {"bf16"}}
     )

@@ -27,7 +27,9 @@ _ALL = tuple(mode for mode in ForwardMode if mode is not ForwardMode.DRAFT_DECOD
 class ScalesOfStoredKeysReset(RowFormatsBackend):
     """A step that stores nothing resets the scales of its keys to 1."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int8_per_token_head", "fp8_per_token_head"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"int8_per_token_head", "fp8_per_token_head"}}
+    )
 
     def forward(
         self,
@@ -56,7 +58,9 @@ class ScalesOfStoredKeysReset(RowFormatsBackend):
 class ScaleOfTheFirstKvHeadAlone(PlannedBackend):
     """Only the first KV head of an FP8 pool is divided by the scale of its layer; the others are stored unscaled."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, gqa_ratios={2, 4}, kv_dtypes={"fp8_e4m3"})
+    capabilities = PlannedBackend.capabilities.with_changes(
+        heads={"families": {"gqa"}, "gqa_ratios": {2, 4}}, kv_pool={"kv_dtypes": {"fp8_e4m3"}}
+    )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)

@@ -24,13 +24,17 @@ from .orders import in_other_order
 from .parent import CountingBackend, Metadata, PlannedBackend
 
 _WHOLE = PlannedBackend.capabilities
-_LEAN = _WHOLE.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False)
+_LEAN = _WHOLE.with_changes(
+    heads={"families": {"gqa", "mqa"}, "head_dims": {64}},
+    precision={"dtypes": {"bf16"}},
+    options={"logit_cap": False, "sinks": False},
+)
 
 
 def _in(*modes: str, **changes: Any) -> Any:
     """Capabilities with few values, for some modes, eager and graph."""
-    trees = {} if "target-verify" in modes else {"max_topk": 0}
-    return _LEAN.with_changes(eager=modes, graph=modes, windows=modes, **trees, **changes)
+    trees = {} if "target-verify" in modes else {"bounds": {"max_topk": 0}}
+    return _LEAN.with_changes(eager=modes, graph=modes, windows=modes, **trees).with_changes(**changes)
 
 
 @control()
@@ -142,7 +146,7 @@ class WorkspaceAtFirstUse(PlannedBackend):
 class CpuLengthsNeeded(PlannedBackend):
     """The plan is made from host lengths and uploaded from pinned memory (FlashInfer)."""
 
-    capabilities = _in("target-verify", "draft-extend", needs_cpu_seq_lens=True)
+    capabilities = _in("target-verify", "draft-extend", needs={"cpu_seq_lens": True})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -195,7 +199,7 @@ class StridedV1BehindAScatter(PlannedBackend):
 class SplitsInAnyOrder(PlannedBackend):
     """Splits are summed as they finish, so bits vary, and determinism is not declared."""
 
-    capabilities = _in("decode", deterministic=False)
+    capabilities = _in("decode", promises={"deterministic": False})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -211,7 +215,7 @@ class SplitsInAnyOrder(PlannedBackend):
 class FinitePageTails(PlannedBackend):
     """Unused slots of the last page get a weight of 0, and are declared to need finite numbers."""
 
-    capabilities = _in("target-verify", finite_page_tails={"same", "fp8_e4m3"})
+    capabilities = _in("target-verify", needs={"finite_page_tails": {"same", "fp8_e4m3"}})
 
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         page = self.context.page_size

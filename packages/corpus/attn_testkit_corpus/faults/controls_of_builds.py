@@ -24,7 +24,9 @@ from .dense import DenseBackend
 from .parent import PlannedBackend
 from .wrapping import HybridBackend, WrapperBackend
 
-_LEAN = PlannedBackend.capabilities.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64})
+_LEAN = PlannedBackend.capabilities.with_changes(
+    heads={"families": {"gqa", "mqa"}, "head_dims": {64}}, precision={"dtypes": {"bf16"}}
+)
 
 
 @control()
@@ -48,7 +50,9 @@ class NewRowsFromRegisters(RegisterRowsBackend):
     """One kernel attends to the new rows from k and v and stores them too."""
 
     capabilities = _LEAN.with_changes(
-        graph={"decode", "target-verify"}, eager={"decode", "target-verify", "draft-extend"}, kv_dtypes={"same"}
+        graph={"decode", "target-verify"},
+        eager={"decode", "target-verify", "draft-extend"},
+        kv_pool={"kv_dtypes": {"same"}},
     )
 
 
@@ -80,9 +84,8 @@ class BatchInvariant(BatchInvariantBackend):
     capabilities = BatchInvariantBackend.capabilities.with_changes(
         graph={"decode"},
         eager=DenseBackend.capabilities.eager,
-        families={"gqa", "mqa"},
-        dtypes={"bf16"},
-        head_dims={64},
+        heads={"families": {"gqa", "mqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
     )
 
 
@@ -97,7 +100,7 @@ class AChildForEachLayer(HybridBackend):
 class AChildBehindEveryHook(WrapperBackend):
     """A wrapper that adds nothing: every hook and the mask buffer are its child's."""
 
-    capabilities = _LEAN.with_changes(graph={"target-verify"}, eager={"decode"}, max_context_len=1 << 14)
+    capabilities = _LEAN.with_changes(graph={"target-verify"}, eager={"decode"}, bounds={"max_context_len": 1 << 14})
 
 
 @control()
@@ -105,7 +108,7 @@ class EverythingInTheGraph(DenseBackend):
     """Nothing is planned or kept: the graph rebuilds everything from the batch's own tensors."""
 
     # Without the case of 66,000 keys, which costs minutes without a device.
-    capabilities = DenseBackend.capabilities.with_changes(max_context_len=1 << 14)
+    capabilities = DenseBackend.capabilities.with_changes(bounds={"max_context_len": 1 << 14})
 
 
 @control()
@@ -141,12 +144,10 @@ class ContextToTheLastToken(DenseBackend):
     capabilities = DenseBackend.capabilities.with_changes(
         graph={"target-verify"},
         eager={"target-verify", "draft-extend-v2"},
-        families={"gqa"},
-        dtypes={"bf16"},
-        head_dims={64},
-        page_sizes={4, 16, 64},
-        gqa_ratios={2, 3, 24},
-        max_q_rows=40,
+        heads={"families": {"gqa"}, "head_dims": {64}, "gqa_ratios": {2, 3, 24}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"page_sizes": {4, 16, 64}},
+        bounds={"max_q_rows": 40},
     )
 
 
@@ -155,7 +156,7 @@ class PartialResultsInTheModelsDtype(PlannedBackend):
     """Results of many splits are rounded to the model's dtype before they are merged (FlashInfer's split decode)."""
 
     capabilities = _LEAN.with_changes(
-        graph={"decode"}, eager={"decode", "target-verify", "extend"}, dtypes={"bf16", "fp16"}
+        graph={"decode"}, eager={"decode", "target-verify", "extend"}, precision={"dtypes": {"bf16", "fp16"}}
     )
     most_splits = 96
 
@@ -175,7 +176,7 @@ class ModeInvariant(ModeInvariantBackend):
     """Decode, verify and extend give the same bits, for servers that train on their own output."""
 
     capabilities = ModeInvariantBackend.capabilities.with_changes(
-        graph=(), eager={"decode", "extend", "target-verify"}, logit_cap=False, sinks=False
+        graph=(), eager={"decode", "extend", "target-verify"}, options={"logit_cap": False, "sinks": False}
     )
 
 

@@ -28,7 +28,7 @@ from .parent import Metadata, PlannedBackend
 class NewRowsAsGiven(RegisterRowsBackend):
     """New rows are attended to in the model's dtype and stored in FP8, as declared (sglang's and vLLM's prefill)."""
 
-    capabilities = FP8.with_changes(new_rows_as_given=FP8.eager, server={"takes_none_kv": True})
+    capabilities = FP8.with_changes(precision={"new_rows_as_given": FP8.eager}, server={"takes_none_kv": True})
 
 
 @control()
@@ -36,7 +36,7 @@ class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
     """A forward's own rows in the model's dtype; those of the draft's earlier forwards from the FP8 pool."""
 
     capabilities = MultiStepBackend.capabilities.with_changes(
-        kv_dtypes={"fp8_e4m3"}, new_rows_as_given={ForwardMode.DRAFT_DECODE}
+        kv_pool={"kv_dtypes": {"fp8_e4m3"}}, precision={"new_rows_as_given": {ForwardMode.DRAFT_DECODE}}
     )
 
 
@@ -49,7 +49,7 @@ class Fp8ProbabilitiesLifted(Fp8Probabilities):
 class Fp8ProbabilitiesUnscaled(Fp8ProbabilitiesWithoutAFactor):
     """Probabilities of at most 1 in FP8, as declared."""
 
-    capabilities = Fp8Probabilities.capabilities.with_changes(matmul_dtype="fp8_e4m3_unscaled")
+    capabilities = Fp8Probabilities.capabilities.with_changes(precision={"matmul_dtype": "fp8_e4m3_unscaled"})
 
 
 @control()
@@ -57,7 +57,10 @@ class MetadataBuiltTwice(PlannedBackend):
     """Metadata are built for the warm-up and again for the capture, in the same buffers (vLLM)."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}},
+        options={"logit_cap": False, "sinks": False},
     )
 
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
@@ -68,7 +71,7 @@ class MetadataBuiltTwice(PlannedBackend):
 class KernelByCaptureSizes(PlannedBackend):
     """Batches of the largest graph's size and more are not split, and the second change of kernels is declared."""
 
-    capabilities = MetadataBuiltTwice.capabilities.with_changes(kernel_changes_at={5})
+    capabilities = MetadataBuiltTwice.capabilities.with_changes(bounds={"kernel_changes_at": {5}})
 
     def in_split(self, meta: Metadata) -> torch.Tensor:
         splits, bs = super().in_split(meta), len(meta.kv_lens)
@@ -140,7 +143,7 @@ class MoreRowsThanPlanned(SlotsOfTheForward):
 class Float32InTf32(Float32ProductsInTf32):
     """Products of float32 are computed in tf32, as declared (Triton's default)."""
 
-    capabilities = FLOAT32.with_changes(fp32_products="tf32")
+    capabilities = FLOAT32.with_changes(precision={"fp32_products": "tf32"})
 
 
 @control()
@@ -148,7 +151,10 @@ class PaddingIsNotStored(DenseBackend):
     """Rows of padding have slot -1 and are stored in page 0 (vLLM's kernels skip them)."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
+        server={"padding_slots": {-1}},
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        bounds={"max_context_len": 1 << 14},
     )
 
     def forward(

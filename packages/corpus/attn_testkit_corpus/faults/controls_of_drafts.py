@@ -53,7 +53,7 @@ class DraftLengthsFromPositions(MultiStepBackend):
 class DraftBesideItsTarget(SpeculativeBackend):
     """Drafts, verify and draft-extend on one instance, each planned by a separate child: it passes the loop."""
 
-    capabilities = SpeculativeBackend.capabilities.with_changes(families={"gqa"}, windows=())
+    capabilities = SpeculativeBackend.capabilities.with_changes(heads={"families": {"gqa"}}, windows=())
 
 
 @control()

@@ -29,7 +29,7 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
     """The store multiplies by 1 / scale, and rounds int8 half away from zero (vLLM _reshape_cache_per_token_head)."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
-        kv_dtypes={"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}
+        kv_pool={"kv_dtypes": {"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}}
     )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
@@ -51,7 +51,7 @@ class RowFormatsWithOtherScalesOfZeros(RowFormatsBackend):
     """A row of zeros is stored with a scale of 0 and the largest number (sglang), or with a scale of 1."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
-        kv_dtypes={"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}
+        kv_pool={"kv_dtypes": {"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}}
     )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:

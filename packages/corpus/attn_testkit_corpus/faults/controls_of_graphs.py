@@ -17,7 +17,9 @@ from .j_branches import PlansByTwoGraphs, StoresOnASideStream, TwoGraphsOfOnePoo
 from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths, TablesOfPlans
 from .parent import PlannedBackend
 
-_FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
+_FEW = PlannedBackend.capabilities.with_changes(
+    heads={"families": {"gqa"}, "head_dims": {64}}, precision={"dtypes": {"bf16"}}
+)
 """Capabilities with few values; other values do not matter for these controls."""
 
 
@@ -79,7 +81,10 @@ class StagesLengthsByTurns(StagesLengths):
     time."""
 
     capabilities = StagesLengths.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        eager={"decode", "extend"},
+        graph={"decode", "target-verify"},
     )
 
 
@@ -88,7 +93,10 @@ class LengthsReadBehindTheirCopy(ReadsLengthsBack):
     """Lengths come back through pinned memory: an asynchronous copy, which the host waits for."""
 
     capabilities = ReadsLengthsBack.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        eager={"decode", "extend"},
+        graph={"decode", "target-verify"},
     )
 
 
@@ -119,7 +127,9 @@ class LengthsOfAnEarlierStep(PlannedBackend):
 class PlansSharedByModes(SharedPlans):
     """An eager plan is skipped if the shared metadata are those of the same mode and lengths already."""
 
-    capabilities = SharedPlans.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
+    capabilities = SharedPlans.capabilities.with_changes(
+        heads={"families": {"gqa"}, "head_dims": {64}}, precision={"dtypes": {"bf16"}}
+    )
 
 
 @control()

@@ -14,7 +14,9 @@ from .with_kv_splits import SplitKVBackend
 
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND})
 _LSE = LogSumExp(base="e", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MODES)
-_FEW = SplitKVBackend.capabilities.with_changes(eager=_MODES, graph=_MODES, kv_dtypes={"same"}, page_sizes={4})
+_FEW = SplitKVBackend.capabilities.with_changes(
+    eager=_MODES, graph=_MODES, kv_pool={"kv_dtypes": {"same"}, "page_sizes": {4}}
+)
 
 
 @control()

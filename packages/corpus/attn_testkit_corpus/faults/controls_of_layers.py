@@ -31,7 +31,9 @@ class HeadsOfEachLayer(ByLayerBackend):
 class HeadsOfEachKVGroup(GroupedBackend):
     """A backend for each KV group, whose layers differ in their heads from those of the other group."""
 
-    capabilities = GroupedBackend.capabilities.with_changes(heads_by_layer=True, head_dims={64, 128}, gqa_ratios={2, 4})
+    capabilities = GroupedBackend.capabilities.with_changes(
+        heads={"heads_by_layer": True, "head_dims": {64, 128}, "gqa_ratios": {2, 4}}
+    )
     child = ByLayerBackend
 
 
@@ -40,9 +42,15 @@ class HeadsOfEachLayerInEveryFamily(DenseBackend):
     """Layers differ in their heads, with sinks, soft caps, FP8 pools and every family, without a plan."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        heads_by_layer=True, families={"mha", "gqa", "mqa"}, head_dims={32, 64}, page_sizes={4}, max_q_rows=6,
-        max_topk=2, gqa_ratios={1, 2, 4}, max_context_len=1 << 12,
-    )  # fmt: skip
+        heads={
+            "heads_by_layer": True,
+            "families": {"mha", "gqa", "mqa"},
+            "head_dims": {32, 64},
+            "gqa_ratios": {1, 2, 4},
+        },
+        kv_pool={"page_sizes": {4}},
+        bounds={"max_q_rows": 6, "max_topk": 2, "max_context_len": 1 << 12},
+    )
 
 
 @control()
@@ -50,9 +58,13 @@ class KeysWiderThanValues(WiderKeysBackend):
     """Keys of 128 next to values of 64, in separate buffers (MiMo-V2; DeepSeek's models as MHA)."""
 
     capabilities = WIDER_KEYS.with_changes(
-        eager=PlannedBackend.capabilities.eager, graph=PlannedBackend.capabilities.graph, max_topk=4,
-        windows=PlannedBackend.capabilities.eager, sinks=True, kv_dtypes={"same", "fp8_e4m3"},
-    )  # fmt: skip
+        eager=PlannedBackend.capabilities.eager,
+        graph=PlannedBackend.capabilities.graph,
+        bounds={"max_topk": 4},
+        windows=PlannedBackend.capabilities.eager,
+        options={"sinks": True},
+        kv_pool={"kv_dtypes": {"same", "fp8_e4m3"}},
+    )
 
 
 @control()
@@ -89,7 +101,7 @@ class QQBiasIsTheMask(QQBiasBackend):
 class QQBiasOfAllRequests(QQBiasBackend):
     """One bias matrix for all requests, as large as the longest one needs (vLLM's ``unified_attention``)."""
 
-    capabilities = QQBiasBackend.capabilities.with_changes(shared_qq_bias=True)
+    capabilities = QQBiasBackend.capabilities.with_changes(options={"shared_qq_bias": True})
 
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         row = self.starts[self.counts.argmax()[None]] + torch.arange(self.row.shape[1], device=bias.device)

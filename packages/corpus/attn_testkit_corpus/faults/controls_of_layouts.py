@@ -23,7 +23,7 @@ class PoolCopiedInsideTheGraph(StridedBackend):
     """A pool of heads first is made contiguous for a kernel of the other layout, at every step, which is slow but
     right."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"hnd", "side-by-side-hnd"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"hnd", "side-by-side-hnd"}})
 
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
@@ -34,7 +34,7 @@ class PoolCopiedInsideTheGraph(StridedBackend):
 class KeysInPiecesOfEight(PlannedBackend):
     """A custom pool: keys in pieces of 8, values with slots last, unused memory after each layer (vLLM's first)."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"custom"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"custom"}})
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:

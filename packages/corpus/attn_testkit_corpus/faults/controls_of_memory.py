@@ -12,7 +12,9 @@ from .catalogue import control
 from .parent import Metadata, PlannedBackend
 from .pool_addresses import ReadsByAddress
 
-_FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
+_FEW = PlannedBackend.capabilities.with_changes(
+    heads={"families": {"gqa"}, "head_dims": {64}}, precision={"dtypes": {"bf16"}}
+)
 
 
 @control()

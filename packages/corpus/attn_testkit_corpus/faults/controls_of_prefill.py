@@ -16,7 +16,7 @@ from .parent import Metadata, PlannedBackend
 class ExtendRowByRow(PlannedBackend):
     """Each new token is a separate decode over all keys before it, as a decode kernel serves a short prefill."""
 
-    capabilities = LEAN.with_changes(max_extend_tokens=40)
+    capabilities = LEAN.with_changes(bounds={"max_extend_tokens": 40})
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         row, ends = self.index[: len(q)], meta.cu_seqlens_q[1:].long()
@@ -41,7 +41,7 @@ class ExtendRowByRow(PlannedBackend):
 class PrefixAndNewRowsMerged(RegisterRowsBackend):
     """The prefix is one partial result, and the new rows, from k and v, are another; merged by log-sum-exp (sglang)."""
 
-    capabilities = LEAN.with_changes(kv_dtypes={"same"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_dtypes": {"same"}})
 
     def in_split(self, meta: Metadata) -> torch.Tensor:
         prefix = (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None]
@@ -53,7 +53,7 @@ class PrefixAndNewRowsMerged(RegisterRowsBackend):
 class PrefixGatheredInChunks(PlannedBackend):
     """Keys are gathered in chunks of 48, and a request may have none in a later chunk (MLA prefill)."""
 
-    capabilities = LEAN.with_changes(max_context_len=1 << 10)
+    capabilities = LEAN.with_changes(bounds={"max_context_len": 1 << 10})
     max_splits = 1 << 10
     keys_at_once = 48
 

@@ -18,7 +18,10 @@ from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
 _LEAN = PlannedBackend.capabilities.with_changes(
-    families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False, windows=()
+    heads={"families": {"gqa", "mqa"}, "head_dims": {64}},
+    precision={"dtypes": {"bf16"}},
+    options={"logit_cap": False, "sinks": False},
+    windows=(),
 )
 
 
@@ -41,7 +44,7 @@ def _put_back() -> Iterator[None]:
 class ProcessStatePutBack(PlannedBackend):
     """Default dtype, grad mode, seed, warning filters and a signal handler change during a plan, and are restored."""
 
-    capabilities = _LEAN.with_changes(eager={"decode"}, graph={"draft-extend"}, max_topk=0)
+    capabilities = _LEAN.with_changes(eager={"decode"}, graph={"draft-extend"}, bounds={"max_topk": 0})
 
     def __init__(self, context: BackendContext) -> None:
         with _put_back():
@@ -67,7 +70,7 @@ class ProcessStatePutBack(PlannedBackend):
 class HelperThreadOfItsOwn(PlannedBackend):
     """A helper thread lives as long as its instance; plans draw from torch's own generator and seed nothing."""
 
-    capabilities = _LEAN.with_changes(eager={"decode"}, graph={"decode"}, max_topk=0)
+    capabilities = _LEAN.with_changes(eager={"decode"}, graph={"decode"}, bounds={"max_topk": 0})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -88,7 +91,7 @@ def _wait_for(ended: threading.Event) -> None:
 class RandomNumbersOfItsOwn(PlannedBackend):
     """The backend's own generator fills the workspace with random numbers before every step."""
 
-    capabilities = _LEAN.with_changes(eager={"draft-extend"}, graph={"decode"}, max_topk=0)
+    capabilities = _LEAN.with_changes(eager={"draft-extend"}, graph={"decode"}, bounds={"max_topk": 0})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -123,12 +126,10 @@ class TunedAtFirstCall(DenseBackend):
     """A kernel is tuned at its first call for a head dim, and its tuner waits for the device (Triton's own)."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        families={"gqa"},
-        dtypes={"bf16"},
-        kv_dtypes={"same"},
-        head_dims={64, 128},
-        sinks=False,
-        logit_cap=False,
+        heads={"families": {"gqa"}, "head_dims": {64, 128}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}},
+        options={"sinks": False, "logit_cap": False},
         windows=(),
         requires=Requires(packages=("triton>=3.6",)),
     )

@@ -32,7 +32,7 @@ class Fp8QueriesScaledForAllRows(Fp8QueriesScaledPerTensor):
 class Fp8QueriesScaledPerTokenHead(Fp8QueriesScaled):
     """A scale for each head of each token, rounded up to a power of two (UE8M0 scales of Blackwell kernels)."""
 
-    capabilities = Fp8QueriesScaled.capabilities.with_changes(q_scale="per_token_head")
+    capabilities = Fp8QueriesScaled.capabilities.with_changes(precision={"q_scale": "per_token_head"})
 
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return torch.exp2((q.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-40).log2().ceil())
@@ -50,5 +50,5 @@ class Fp8QueriesScaledInDrafts(MultiStepBackend, Fp8QueriesScaledPerTensor):
     """Each forward of draft-decode has its own scale."""
 
     capabilities = MultiStepBackend.capabilities.with_changes(
-        kv_dtypes={"fp8_e4m3"}, matmul_dtype="fp8_e4m3", q_scale="per_tensor"
+        kv_pool={"kv_dtypes": {"fp8_e4m3"}}, precision={"matmul_dtype": "fp8_e4m3", "q_scale": "per_tensor"}
     )

@@ -44,9 +44,9 @@ class StatesOfNarrowHeads(StateParent):
     """Heads of 16 by 16: memory then has room for more requests and heads than one axis of a grid."""
 
     capabilities = StateParent.capabilities.with_changes(
-        families={"gdn"}, head_dims={16},
+        heads={"families": {"gdn"}, "head_dims": {16}},
         state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
-    )  # fmt: skip
+    )
 
 
 @control()
@@ -99,8 +99,11 @@ class StatesOfOneRequestAfterAnother(StateParent):
     with a hundred dummy requests of slot 0: here forwards and backwards in turn."""
 
     capabilities = StateParent.capabilities.with_changes(
-        eager={"decode"}, graph={"decode"}, max_topk=0, max_q_rows=1, state=State(k_dims={64}, padding={"write_zero"})
-    )  # fmt: skip
+        eager={"decode"},
+        graph={"decode"},
+        bounds={"max_topk": 0, "max_q_rows": 1},
+        state=State(k_dims={64}, padding={"write_zero"}),
+    )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -175,9 +178,11 @@ class StatesOfRequestsThatHaveRows(StateParent):
     """Requests without rows are left out of an extend, with their slots and flags, so their states stay."""
 
     capabilities = StateParent.capabilities.with_changes(
-        eager={"extend"}, graph=(), max_topk=0, max_q_rows=1,
+        eager={"extend"},
+        graph=(),
+        bounds={"max_topk": 0, "max_q_rows": 1},
         server={"takes_requests_without_rows": True, "eager_without_waits": False},
-    )  # fmt: skip
+    )
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)

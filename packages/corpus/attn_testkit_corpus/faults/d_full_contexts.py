@@ -41,9 +41,15 @@ class ContextOfPrefixes(PlannedBackend):
     """Healthy parent: tables are as wide as the request table, whatever ``max_context_len`` counts."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        eager=_DRAFTS, graph=_DRAFTS, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"},
-        windows=(), logit_cap=False, sinks=False, server={"context_len": {"all", "prefix"}},
-    )  # fmt: skip
+        eager=_DRAFTS,
+        graph=_DRAFTS,
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}},
+        windows=(),
+        options={"logit_cap": False, "sinks": False},
+        server={"context_len": {"all", "prefix"}},
+    )
 
 
 @fault(

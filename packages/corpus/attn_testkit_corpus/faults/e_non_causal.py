@@ -12,11 +12,16 @@ from .dense import DenseBackend, Visibility
 
 _MODES = frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 CAUSAL = DenseBackend.capabilities.with_changes(
-    eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
-    gqa_ratios={2, 4}, logit_cap=False, sinks=False, max_context_len=1 << 14,
-)  # fmt: skip
+    eager=_MODES,
+    graph=_MODES,
+    heads={"families": {"gqa"}, "head_dims": {64}, "gqa_ratios": {2, 4}},
+    precision={"dtypes": {"bf16"}},
+    kv_pool={"kv_dtypes": {"same"}},
+    options={"logit_cap": False, "sinks": False},
+    bounds={"max_context_len": 1 << 14},
+)
 """Capabilities with few values in fields that do not matter for this file."""
-NON_CAUSAL = CAUSAL.with_changes(non_causal=_MODES)
+NON_CAUSAL = CAUSAL.with_changes(options={"non_causal": _MODES})
 
 
 class BlockBackend(DenseBackend):
@@ -94,7 +99,7 @@ class WithoutCausalityNoEnd(BlockBackend):
 class LayersThatAreNotCausalAreAccepted(BlockBackend):
     """Non-causal layers are declared only for draft blocks, but the constructor accepts those of an encoder."""
 
-    capabilities = CAUSAL.with_changes(non_causal={ForwardMode.TARGET_VERIFY})
+    capabilities = CAUSAL.with_changes(options={"non_causal": {ForwardMode.TARGET_VERIFY}})
 
     def __init__(self, context: BackendContext) -> None:
         refuse_undeclared(NON_CAUSAL, context)

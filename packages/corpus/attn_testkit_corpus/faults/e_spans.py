@@ -13,9 +13,14 @@ from .dense import DenseBackend
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
 ALL_SPANS = Spans(_MODES, in_graphs=True, of_prefix=True, wider_than_window=True, by_layer=True)
 CAUSAL = DenseBackend.capabilities.with_changes(
-    eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
-    gqa_ratios={4}, max_q_rows=1, max_topk=0, windows=_MODES, max_context_len=1 << 14,
-)  # fmt: skip
+    eager=_MODES,
+    graph=_MODES,
+    heads={"families": {"gqa"}, "head_dims": {64}, "gqa_ratios": {4}},
+    precision={"dtypes": {"bf16"}},
+    kv_pool={"kv_dtypes": {"same"}},
+    bounds={"max_q_rows": 1, "max_topk": 0, "max_context_len": 1 << 14},
+    windows=_MODES,
+)
 """Capabilities with few values in fields that do not matter for this file."""
 _TILE = 16
 

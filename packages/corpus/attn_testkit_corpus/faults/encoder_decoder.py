@@ -29,7 +29,7 @@ _LAYERS = CrossAttention(frozenset(MODES), frozenset({"first", "own_group"}))
 class EncoderKeys(PlannedBackend):
     """Child of the cross-attention layers: all keys of the encoder, which are stored only in the first step."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(kv_groups=True, cross_attention=_LAYERS)
+    capabilities = PlannedBackend.capabilities.with_changes(kv_pool={"kv_groups": True}, cross_attention=_LAYERS)
 
     @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -85,9 +85,13 @@ class EncoderDecoderBackend(GroupedBackend):
     """Healthy parent: a ``PlannedBackend`` for each kind of layers, over one pool and one request table."""
 
     capabilities: ClassVar[Capabilities] = GroupedBackend.capabilities.with_changes(
-        eager=MODES, graph=MODES, max_topk=0, windows=(), kv_groups=False,
+        eager=MODES,
+        graph=MODES,
+        bounds={"max_topk": 0},
+        windows=(),
+        kv_pool={"kv_groups": False},
         cross_attention={"modes": MODES, "encoder_slots": {"first"}},
-    )  # fmt: skip
+    )
     child: ClassVar[type[PlannedBackend]] = KeysBehindEncoder
     encoder_child: ClassVar[type[EncoderKeys]] = EncoderKeys
 
@@ -128,6 +132,6 @@ class EncoderInItsOwnGroup(EncoderDecoderBackend):
     """Healthy parent: cross-attention layers have a pool and a request table of their own (vLLM)."""
 
     capabilities = EncoderDecoderBackend.capabilities.with_changes(
-        kv_groups=True, cross_attention={"encoder_slots": {"own_group"}}
+        kv_pool={"kv_groups": True}, cross_attention={"encoder_slots": {"own_group"}}
     )
     child = PlannedBackend

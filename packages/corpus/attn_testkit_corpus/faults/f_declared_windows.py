@@ -14,9 +14,12 @@ from .dense import DenseBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 WINDOWED = DenseBackend.capabilities.with_changes(
-    families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64}, gqa_ratios={2, 4}, logit_cap=False,
-    sinks=False, max_context_len=1 << 14,
-)  # fmt: skip
+    heads={"families": {"gqa"}, "head_dims": {64}, "gqa_ratios": {2, 4}},
+    precision={"dtypes": {"bf16"}},
+    kv_pool={"kv_dtypes": {"same"}},
+    options={"logit_cap": False, "sinks": False},
+    bounds={"max_context_len": 1 << 14},
+)
 
 
 class ZeroIsNone(DenseBackend):
@@ -134,7 +137,7 @@ class WindowsOf16BitPositions(DenseBackend):
     """Positions are compared in 16 bits in layers with a window: those from 32,768 on are negative."""
 
     capabilities = WINDOWED.with_changes(
-        eager=(ForwardMode.DECODE, ForwardMode.EXTEND), graph=(), max_context_len=1 << 17
+        eager=(ForwardMode.DECODE, ForwardMode.EXTEND), graph=(), bounds={"max_context_len": 1 << 17}
     )
 
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:

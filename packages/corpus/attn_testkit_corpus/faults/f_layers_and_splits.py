@@ -80,7 +80,7 @@ class LongPathWithoutWindow(PlannedBackend):
 class SwaFp8ConsumerStopsEarly(PlannedBackend):
     """The FP8 kernel of windowed layers leaves its loop without the stages that were loaded ahead: two of 128 keys."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
+    capabilities = PlannedBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_e4m3"}})
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)

@@ -17,7 +17,9 @@ _MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
 class ChunkedBackend(PlannedBackend):
     """Healthy parent: a row sees the keys of its chunk, by its own position."""
 
-    capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=0, windows={"chunked": _MODES, "modes": ()})
+    capabilities = LEAN.with_changes(
+        eager=_MODES, graph=_MODES, bounds={"max_topk": 0}, windows={"chunked": _MODES, "modes": ()}
+    )
 
     @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ _MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY)
 class AlibiBackend(DenseBackend):
     """Healthy parent: the bias is added to scaled logits, before the mask."""
 
-    capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=1, windows=_MODES, alibi=_MODES)
+    capabilities = LEAN.with_changes(
+        eager=_MODES, graph=_MODES, bounds={"max_topk": 1}, windows=_MODES, options={"alibi": _MODES}
+    )
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -18,7 +18,9 @@ _TILE = 16
 class AccumulatorInBf16(DenseBackend):
     """Products of weights and values are summed in bfloat16, tile by tile."""
 
-    capabilities = DenseBackend.capabilities.with_changes(dtypes={"fp16", "fp32"}, kv_dtypes={"same"})
+    capabilities = DenseBackend.capabilities.with_changes(
+        precision={"dtypes": {"fp16", "fp32"}}, kv_pool={"kv_dtypes": {"same"}}
+    )
 
     def weighted_sum(self, p: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)
@@ -50,7 +52,7 @@ class SinksOfTheNextHead(DenseBackend):
 class WindowOfZero(DenseBackend):
     """A layer with a window attends to the row's own position only."""
 
-    capabilities = DenseBackend.capabilities.with_changes(sinks=False)
+    capabilities = DenseBackend.capabilities.with_changes(options={"sinks": False})
 
     def window_start(self, layer: AttentionLayer) -> torch.Tensor:
         return self.position
@@ -65,7 +67,7 @@ class WindowOfZero(DenseBackend):
 class TableRowAfterItsOwnAndNanAsZero(DenseBackend):
     """A request reads the next row of the request table, and a NaN result is returned as zeros."""
 
-    capabilities = DenseBackend.capabilities.with_changes(families={"gqa"}, gqa_ratios={4})
+    capabilities = DenseBackend.capabilities.with_changes(heads={"families": {"gqa"}, "gqa_ratios": {4}})
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         table = self.context.req_to_token
@@ -87,7 +89,7 @@ class TableRowAfterItsOwnAndNanAsZero(DenseBackend):
 class CapturedTableRowAfterItsOwn(TableRowAfterItsOwnAndNanAsZero):
     """A request in a graph reads the next row of the request table, and a NaN result is returned as zeros."""
 
-    capabilities = DenseBackend.capabilities.with_changes(families={"gqa"}, gqa_ratios={4})
+    capabilities = DenseBackend.capabilities.with_changes(heads={"families": {"gqa"}, "gqa_ratios": {4}})
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():

@@ -35,7 +35,9 @@ class Fp8StoreDoesNotSaturate(PlannedBackend):
 class Fp8QueriesNotDeclared(DenseBackend):
     """Queries are rounded to FP8 with an FP8 pool, although matmul_dtype declares the model's dtype."""
 
-    capabilities = DenseBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"}, families={"gqa"}, dtypes={"bf16"})
+    capabilities = DenseBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"fp8_e4m3"}}, heads={"families": {"gqa"}}, precision={"dtypes": {"bf16"}}
+    )
 
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().queries(q, layer).clamp(-448, 448).to(_E4M3).float()
@@ -44,7 +46,7 @@ class Fp8QueriesNotDeclared(DenseBackend):
 class Fp8Probabilities(PlannedBackend):
     """Healthy parent: queries and probabilities in FP8, the latter times 256, with a row's largest at 1."""
 
-    capabilities = FP8.with_changes(matmul_dtype="fp8_e4m3")
+    capabilities = FP8.with_changes(precision={"matmul_dtype": "fp8_e4m3"})
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -116,7 +118,9 @@ class Fp8PartialSumsOfFewWeights(Fp8Probabilities):
 class SumsOf16Bits(TiledBackend):
     """P V of fp16 is accumulated in fp16, sixteen keys at a time."""
 
-    capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
+    capabilities = TiledBackend.capabilities.with_changes(
+        precision={"dtypes": {"fp16"}}, kv_pool={"kv_dtypes": {"same"}}
+    )
     keys_in_tile = 16
 
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -127,7 +131,9 @@ class SumsOf16Bits(TiledBackend):
 class ProductsOf16BitsOverflow(TiledBackend):
     """P V of a tile of keys is rounded to fp16 before it is added in float32, so large values overflow."""
 
-    capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
+    capabilities = TiledBackend.capabilities.with_changes(
+        precision={"dtypes": {"fp16"}}, kv_pool={"kv_dtypes": {"same"}}
+    )
     keys_in_tile = 16
 
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -138,7 +144,9 @@ class ProductsOf16BitsOverflow(TiledBackend):
 class Bf16RowsConvertedToFp16(TiledBackend):
     """Keys and values of a bf16 model are converted to fp16 for the kernel, in which large ones are infinite."""
 
-    capabilities = TiledBackend.capabilities.with_changes(dtypes={"bf16"}, kv_dtypes={"same"})
+    capabilities = TiledBackend.capabilities.with_changes(
+        precision={"dtypes": {"bf16"}}, kv_pool={"kv_dtypes": {"same"}}
+    )
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys.half().float(), layer)

@@ -15,7 +15,10 @@ class HeadsInPairs(PlannedBackend):
     """A program has two query heads, and there are half as many programs as heads, rounded down."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        families={"mha"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False
+        heads={"families": {"mha"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16}},
+        options={"logit_cap": False},
     )
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
@@ -29,7 +32,10 @@ class KvHeadsInPairs(PlannedBackend):
     """A program processes two KV heads with their query heads, and the number of programs is rounded down."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False
+        heads={"families": {"gqa", "mqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16}},
+        options={"logit_cap": False},
     )
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:

@@ -20,7 +20,11 @@ class QQBiasBackend(DenseBackend):
     """Healthy parent: the bias is placed at the keys of the step, and added to capped logits before the mask."""
 
     capabilities = LEAN.with_changes(
-        eager=_MODES, graph=_MODES, max_topk=2, windows=_MODES, logit_cap=True, sinks=True, qq_bias=_MODES
+        eager=_MODES,
+        graph=_MODES,
+        bounds={"max_topk": 2},
+        windows=_MODES,
+        options={"logit_cap": True, "sinks": True, "qq_bias": _MODES},
     )
 
     @override

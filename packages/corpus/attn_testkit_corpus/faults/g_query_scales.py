@@ -20,7 +20,7 @@ _LEAST_SCALE = 1 / (_LARGEST * 512)
 class Fp8QueriesScaled(Fp8Probabilities):
     """Healthy parent: queries are divided by a scale per token (its largest number over 448), and rounded."""
 
-    capabilities = Fp8Probabilities.capabilities.with_changes(q_scale="per_token")
+    capabilities = Fp8Probabilities.capabilities.with_changes(precision={"q_scale": "per_token"})
     scales_of_rows: torch.Tensor
     """[B, W, Hk, G, 1] float32: factors on the logits of a row."""
 
@@ -48,7 +48,7 @@ class Fp8QueriesScaled(Fp8Probabilities):
 class Fp8QueriesScaledPerTensor(Fp8QueriesScaled):
     """Healthy parent: one scale for all live rows of a forward (sglang #28144)."""
 
-    capabilities = Fp8QueriesScaled.capabilities.with_changes(q_scale="per_tensor")
+    capabilities = Fp8QueriesScaled.capabilities.with_changes(precision={"q_scale": "per_tensor"})
 
     @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:

@@ -25,7 +25,7 @@ _BLOCKS = {"nvfp4", "fp4_mx_block16", "int4_group8"}
 class RowScaleOfAnotherHead(RowFormatsBackend):
     """Each KV head is multiplied by the scales of the head before it."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": _PER_TOKEN_HEAD | _BLOCKS})
 
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return super().scales(plane, slots).roll(1, 2)
@@ -40,7 +40,7 @@ class RowScaleOfAnotherHead(RowFormatsBackend):
 class RowScaleOfAnotherToken(RowFormatsBackend):
     """A key gets the scales of the key before it."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": _PER_TOKEN_HEAD | _BLOCKS})
 
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return super().scales(plane, torch.cat((slots[:, :1], slots[:, :-1]), -1))
@@ -55,7 +55,9 @@ class RowScaleOfAnotherToken(RowFormatsBackend):
 class RowScaleOfThePage(RowFormatsBackend):
     """All rows of a page are multiplied by the scales of its first slot."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS, page_sizes={4, 16})
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": _PER_TOKEN_HEAD | _BLOCKS, "page_sizes": {4, 16}}
+    )
 
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         page = self.context.page_size
@@ -71,7 +73,7 @@ class RowScaleOfThePage(RowFormatsBackend):
 class RowScaleOfKeysForValues(RowFormatsBackend):
     """Values are multiplied by the scales of their keys."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": _PER_TOKEN_HEAD | _BLOCKS})
 
     def scales_from(self, part: int) -> int:
         return 0
@@ -86,7 +88,7 @@ class RowScaleOfKeysForValues(RowFormatsBackend):
 class FP4HalvesSwapped(RowFormatsBackend):
     """The upper half of a byte is read as the first of its two numbers."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_BLOCKS)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": _BLOCKS})
 
     def halves(self, held: torch.Tensor) -> torch.Tensor:
         return torch.stack((held >> 4, held & 15), -1).flatten(-2)
@@ -100,7 +102,7 @@ class FP4HalvesSwapped(RowFormatsBackend):
 class Int4WithoutSign(RowFormatsBackend):
     """Integers of 4 bits are read without their sign."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int4_group8"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"int4_group8"}})
 
     def signed(self, codes: torch.Tensor) -> torch.Tensor:
         return codes
@@ -115,7 +117,7 @@ class Int4WithoutSign(RowFormatsBackend):
 class BlockScaleOffByOne(RowFormatsBackend):
     """Each block of 16 numbers is multiplied by the scale of the next block."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_BLOCKS)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": _BLOCKS})
 
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return super().scales(plane, slots).roll(-1, -1)
@@ -125,7 +127,7 @@ class BlockScaleOffByOne(RowFormatsBackend):
 class ScaleAboveBlocksLeftOut(RowFormatsBackend):
     """Blocks are multiplied by their own scale, but not by that of their layer."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"nvfp4"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"nvfp4"}})
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return super().attend(q, self.over_unquantized(layer), meta)
@@ -140,7 +142,7 @@ class ScaleAboveBlocksLeftOut(RowFormatsBackend):
 class HeadScalesOfTheCapture(RowFormatsBackend):
     """A graph reads a copy of the head scales from before its capture."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_head"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_per_head"}})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -162,7 +164,7 @@ class HeadScalesOfTheCapture(RowFormatsBackend):
 class HeadScaleAsPerTensor(RowFormatsBackend):
     """The scale of head 0 is used for all heads."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_head"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_per_head"}})
 
     def head_scales(self, part: int, layer: AttentionLayer) -> torch.Tensor | None:
         now = super().head_scales(part, layer)
@@ -178,7 +180,7 @@ class HeadScaleAsPerTensor(RowFormatsBackend):
 class UnusedScalesApplied(RowFormatsBackend):
     """A kernel multiplies by the scales of a checkpoint, although the pool holds K and V unscaled."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"same"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"same"}})
 
     def over_unquantized(self, layer: AttentionLayer) -> AttentionLayer:
         return layer
@@ -188,7 +190,7 @@ class UnusedScalesApplied(RowFormatsBackend):
 class UnusedScalesInTheStore(RowFormatsBackend):
     """The store divides K and V by the scales of a checkpoint, although the pool holds them in the model's dtype."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"same"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"same"}})
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k / layer.k_scale, v / layer.v_scale, meta)
@@ -205,7 +207,7 @@ class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):
     """Values of padded rows are dropped, but their scales are stored in the last slot of the pool."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
-        kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS, server={"padding_slots": {-1}}
+        kv_pool={"kv_dtypes": _PER_TOKEN_HEAD | _BLOCKS}, server={"padding_slots": {-1}}
     )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
@@ -220,7 +222,7 @@ class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):
 class RowScalesStoredTwoAtOnce(RowFormatsBackend):
     """A store of scales is twice as wide as a row, so it overwrites the next slot."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": _PER_TOKEN_HEAD | _BLOCKS})
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
@@ -239,7 +241,9 @@ class RowScalesStoredTwoAtOnce(RowFormatsBackend):
 class RowScaleOfAllHeads(RowFormatsBackend):
     """The store computes one scale for all KV heads of a token."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int8_per_token_head"}, gqa_ratios={2, 4})
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"int8_per_token_head"}}, heads={"gqa_ratios": {2, 4}}
+    )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         pages = self.context.kv_pool.get_planes(layer.layer_id)
@@ -259,7 +263,7 @@ class RowScaleOfAllHeads(RowFormatsBackend):
 class Int8Truncated(RowFormatsBackend):
     """Quotients are truncated to int8 instead of rounded."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int8_per_token_head"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"int8_per_token_head"}})
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
@@ -273,7 +277,7 @@ class Int8Truncated(RowFormatsBackend):
 class RowScaleOfZeros(RowFormatsBackend):
     """The scale of a row of zeros is 0, and zeros are divided by it."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_token_head"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_per_token_head"}})
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         at = self.at(meta.slots.long())

@@ -11,7 +11,7 @@ from .catalogue import fault
 from .parent import PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
-FLOAT32 = LEAN.with_changes(dtypes={"fp32"}, max_context_len=1 << 13)
+FLOAT32 = LEAN.with_changes(precision={"dtypes": {"fp32"}}, bounds={"max_context_len": 1 << 13})
 _LOW_BITS = (1 << 13) - 1
 
 
@@ -52,7 +52,7 @@ class Float32ProductsInTf32(PlannedBackend):
 class Float32ProductsInBf16(PlannedBackend):
     """Both products of float32 are computed in bf16, but tf32 is declared, which has three bits more."""
 
-    capabilities = FLOAT32.with_changes(fp32_products="tf32")
+    capabilities = FLOAT32.with_changes(precision={"fp32_products": "tf32"})
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows.bfloat16().float(), keys.bfloat16().float(), layer)

@@ -19,9 +19,12 @@ class UsualScaling(DenseBackend):
     """The scale is 1/sqrt(head_dim), and the layer's is ignored. Healthy if that is declared."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        any_scaling=False, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64, 96},
-        gqa_ratios={2, 4}, max_context_len=1 << 14,
-    )  # fmt: skip
+        options={"any_scaling": False},
+        heads={"families": {"gqa"}, "head_dims": {64, 96}, "gqa_ratios": {2, 4}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}},
+        bounds={"max_context_len": 1 << 14},
+    )
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -52,6 +55,6 @@ class OtherScalesAreAccepted(UsualScaling):
     """Only the usual scale is declared, but a model with another scale is accepted and served with the usual one."""
 
     def __init__(self, context: BackendContext) -> None:
-        refuse_undeclared(self.capabilities.with_changes(any_scaling=True), context)
+        refuse_undeclared(self.capabilities.with_changes(options={"any_scaling": True}), context)
         self.context, self.mask_buffer = context, None
         self.key = torch.arange(context.max_context_len, device=context.device)

@@ -19,9 +19,12 @@ class GroupedBackend(AttentionBackend):
     """Healthy parent: a ``PlannedBackend`` per group, which is given only its layers, pool, table and slots."""
 
     capabilities: ClassVar[Capabilities] = PlannedBackend.capabilities.with_changes(
-        kv_groups=True, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={4},
-        gqa_ratios={2}, max_q_rows=6, max_topk=2, sinks=False, logit_cap=False,
-    )  # fmt: skip
+        kv_pool={"kv_groups": True, "kv_dtypes": {"same"}, "page_sizes": {4}},
+        heads={"families": {"gqa"}, "head_dims": {64}, "gqa_ratios": {2}},
+        precision={"dtypes": {"bf16"}},
+        bounds={"max_q_rows": 6, "max_topk": 2},
+        options={"sinks": False, "logit_cap": False},
+    )
     child: ClassVar[type[PlannedBackend]] = PlannedBackend
 
     def __init__(self, context: BackendContext) -> None:

@@ -25,7 +25,10 @@ class MoreSplitsThanAreMerged(PlannedBackend):
     """A long context gives more splits than the merging kernel has lanes, and short requests use them all."""
 
     capabilities = LEAN.with_changes(
-        eager=_DECODE, graph=(), families={"mqa"}, gqa_ratios={2}, max_context_len=1 << 18, max_topk=0
+        eager=_DECODE,
+        graph=(),
+        heads={"families": {"mqa"}, "gqa_ratios": {2}},
+        bounds={"max_context_len": 1 << 18, "max_topk": 0},
     )
     tile = 1
 

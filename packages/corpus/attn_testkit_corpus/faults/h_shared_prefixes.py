@@ -24,9 +24,13 @@ class CascadePlannedForAllRequests(DenseBackend):
     """The common prefix is planned per request, although it is shared, so only the first request gets it."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64}, gqa_ratios={2}, page_sizes={16},
-        logit_cap=False, sinks=False, windows=(), max_context_len=1 << 12,
-    )  # fmt: skip
+        heads={"families": {"gqa"}, "head_dims": {64}, "gqa_ratios": {2}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16}},
+        options={"logit_cap": False, "sinks": False},
+        windows=(),
+        bounds={"max_context_len": 1 << 12},
+    )
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key_position, visible = super().visibility(batch, counts, offset)

@@ -63,7 +63,9 @@ class SlotIn24Bits(DenseBackend):
     """The row of a slot is a field of 24 bits: rows from 16,777,216 on wrap around."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        families={"gqa"}, gqa_ratios={2}, head_dims={64, 128}, dtypes={"bf16"}, kv_dtypes={"same"}
+        heads={"families": {"gqa"}, "gqa_ratios": {2}, "head_dims": {64, 128}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}},
     )
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -80,7 +82,7 @@ class SlotIn24Bits(DenseBackend):
 class KVStoreOffsetIn32Bits(PlannedBackend):
     """New rows go to a slot times its stride in 32-bit integers; rows beyond 2^31 elements are written elsewhere."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"})
+    capabilities = PlannedBackend.capabilities.with_changes(heads={"families": {"gqa"}}, precision={"dtypes": {"bf16"}})
 
     def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return _in_32_bits(super().plan_slots(batch), self.context)

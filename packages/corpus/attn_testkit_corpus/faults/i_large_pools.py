@@ -26,7 +26,7 @@ _ELEMENTS = 1 << 31
 class RaggedTileOfThe64BitKernel(PlannedBackend):
     """The last tile of a request in a large pool reaches past its last page, and the excess is multiplied by 0."""
 
-    capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=0, windows=())
+    capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, bounds={"max_topk": 0}, windows=())
 
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().gather(layer, slots)

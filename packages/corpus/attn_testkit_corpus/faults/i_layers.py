@@ -12,7 +12,10 @@ from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _CAPABILITIES = PlannedBackend.capabilities.with_changes(
-    families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, sinks=False
+    heads={"families": {"gqa"}, "head_dims": {64}},
+    precision={"dtypes": {"bf16"}},
+    kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16}},
+    options={"sinks": False},
 )
 
 

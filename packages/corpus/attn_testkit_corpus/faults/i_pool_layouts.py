@@ -33,7 +33,7 @@ def _dense(view: torch.Tensor) -> torch.Tensor:
 class PageStrideFromSlots(StridedBackend):
     """The kernel computes a page's address from page size and slot stride, but K and V of a page share a block."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "kv-in-block"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "kv-in-block"}})
 
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
@@ -44,14 +44,14 @@ class PageStrideFromSlots(StridedBackend):
 class PagePaddingForgotten(PageStrideFromSlots):
     """Pages are padded to the size that other layers have, and the kernel's page stride counts only the rows."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"padded-pages"}})
 
 
 @fault("general; vLLM #37228", _READS, _HINT, slug="rows-of-k-and-v-taken-for-contiguous")
 class RowsTakenForContiguous(StridedBackend):
     """K and V of a head share a row, but the kernel reads K as if rows of keys followed each other."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "side-by-side"}})
 
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
@@ -62,14 +62,14 @@ class RowsTakenForContiguous(StridedBackend):
 class HndReadAsNhd(RowsTakenForContiguous):
     """The pool has heads before slots, but the kernel was built for slots before heads."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "hnd"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "hnd"}})
 
 
 @fault("general", _READS)
 class LayerOffsetForgotten(StridedBackend):
     """Layers share a block, but the kernel is given the block without the offset of its layer."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "layers-in-block"}})
 
     def read_views(self, layer: AttentionLayer) -> Views:
         first = self.context.layers[0]
@@ -80,7 +80,7 @@ class LayerOffsetForgotten(StridedBackend):
 class HalvesSwapped(StridedBackend):
     """Writer and kernel agree that V comes first in a row, but everyone else stores K first."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "side-by-side"}})
 
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
@@ -110,7 +110,7 @@ class WriterComputesThePageStride(StridedBackend):
 class WrittenToAReshapedCopy(StridedBackend):
     """The writer needs pages in one dimension and reshapes them, which copies if layers share a block."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "layers-in-block"}})
 
     def write_views(self, layer: AttentionLayer) -> Views:
         key, value = super().write_views(layer)
@@ -131,7 +131,7 @@ class WrittenToAReshapedCopy(StridedBackend):
 class PoolTransposedOnce(StridedBackend):
     """A pool of heads first is made contiguous for a kernel of the other layout, once, before the captures."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "hnd"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "hnd"}})
     kept: dict[int, Views] | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -154,7 +154,7 @@ class PoolTransposedOnce(StridedBackend):
 class StoreSpillsIntoPadding(StridedBackend):
     """The writer clears the row after the one it stores; after the last slot of a page that is padding."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"padded-pages"}})
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
@@ -174,7 +174,7 @@ class WidthChosenFromLogicalSize(StridedBackend):
     """The width of offsets follows from a layer's size, but a layer that shares a block with others spans more
     memory."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"nhd", "layers-in-block"}})
 
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> Views:
         key, value = self.read_views(layer)
@@ -187,7 +187,7 @@ class WidthChosenFromLogicalSize(StridedBackend):
 class OwnPoolDescribedByACopy(StridedBackend):
     """A backend allocates its own pool, but describes it by a view of a copy."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"custom"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": {"custom"}})
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:

@@ -12,7 +12,9 @@ from .parent import Metadata, PlannedBackend
 from .pool_reads import read_slots
 
 _MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
-WIDER_KEYS = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=0, windows=(), wider_keys={64})
+WIDER_KEYS = LEAN.with_changes(
+    eager=_MODES, graph=_MODES, bounds={"max_topk": 0}, windows=(), heads={"wider_keys": {64}}
+)
 
 
 class WiderKeysBackend(PlannedBackend):
@@ -62,7 +64,7 @@ class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
 class ScaleOfTheWidthOfValues(WiderKeysBackend):
     """Logits are scaled by 1/sqrt(v_head_dim), although keys are wider."""
 
-    capabilities = WIDER_KEYS.with_changes(any_scaling=False)
+    capabilities = WIDER_KEYS.with_changes(options={"any_scaling": False})
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         wrong: float = (layer.head_dim / layer.v_head_dim) ** 0.5

@@ -12,7 +12,9 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
+_FEW = PlannedBackend.capabilities.with_changes(
+    heads={"families": {"gqa"}, "head_dims": {64}}, precision={"dtypes": {"bf16"}}
+)
 _RACE = "only on emulated CUDA: on a GPU the numbers are wrong when the other stream is late, and seldom"
 
 

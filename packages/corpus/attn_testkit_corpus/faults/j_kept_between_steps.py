@@ -12,7 +12,7 @@ from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _EAGER, _GRAPH = ("eager",), ("graph",)
-_HOST_LENGTHS = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+_HOST_LENGTHS = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
 
 def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:

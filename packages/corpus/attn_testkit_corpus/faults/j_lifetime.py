@@ -184,7 +184,9 @@ class PlanTensorsOfTheCaptureFreed(PlannedBackend):
 class QueryScaledInPlace(DenseBackend):
     """The softmax scale is multiplied into q in place, and q is the caller's."""
 
-    capabilities = DenseBackend.capabilities.with_changes(deterministic=False, dtypes={"bf16"})
+    capabilities = DenseBackend.capabilities.with_changes(
+        promises={"deterministic": False}, precision={"dtypes": {"bf16"}}
+    )
 
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         # By a power of two, so that the result is right to the last bit.

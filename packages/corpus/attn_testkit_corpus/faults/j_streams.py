@@ -66,7 +66,7 @@ class StagesLengths(PlannedBackend):
     filled again when its last copy is done.
     """
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -109,7 +109,7 @@ class StagingBufferFilledAgain(StagesLengths):
 class ReadsLengthsBack(PlannedBackend):
     """Healthy parent: lengths are copied to pinned memory, and the host waits for the copy before it reads them."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -145,7 +145,9 @@ class TablesOfPlans(PlannedBackend):
     """Healthy parent: only plans read the request table, so the server's stream may rewrite it under a forward."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, server={"takes_rewritten_table": True}
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        server={"takes_rewritten_table": True},
     )
 
     @override

@@ -22,7 +22,7 @@ class TunedForEveryLength(DenseBackend):
     """The longest length is one of a tuner's keys, so that a kernel is tuned again at every step."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        eager={ForwardMode.DECODE}, graph=(), needs_cpu_seq_lens=True, requires=Requires(packages=("triton>=3.6",))
+        eager={ForwardMode.DECODE}, graph=(), needs={"cpu_seq_lens": True}, requires=Requires(packages=("triton>=3.6",))
     )
     longest = 0
 

@@ -12,7 +12,7 @@ from .parent import Metadata, PlannedBackend
 
 _DECODE = (ForwardMode.DECODE,)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
-_NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+_NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
 
 @fault(
@@ -98,9 +98,9 @@ class PlanUploadsAHostList(PlannedBackend):
         return counts
 
 
-@fault("sglang #26824; vLLM #40654 (review)", "no-host-lengths", "needs_cpu_seq_lens is False")
+@fault("sglang #26824; vLLM #40654 (review)", "no-host-lengths", "needs.cpu_seq_lens is False")
 class ReadsMirrorsItDoesNotAskFor(PlannedBackend):
-    """needs_cpu_seq_lens is False, and the plan reads seq_lens_cpu."""
+    """``Needs.cpu_seq_lens`` is False, and the plan reads seq_lens_cpu."""
 
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.longest = int(batch.seq_lens_cpu.max())  # type: ignore[union-attr]

@@ -10,4 +10,4 @@ from .parent import PlannedBackend
 class CapabilityThatNoCaseCanMeet(PlannedBackend):
     """Verify is declared with the max_context_len of a unit test's class: nothing was ever run."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(max_context_len=4)
+    capabilities = PlannedBackend.capabilities.with_changes(bounds={"max_context_len": 4})

@@ -20,18 +20,21 @@ DECODE, VERIFY, V1, V2, *_ = ForwardMode
 def _capabilities(**changes: object) -> Capabilities:
     """Capabilities with few values, except for one field."""
     few: dict[str, object] = {
-        "families": {"mha"}, "dtypes": {"bf16"}, "kv_dtypes": {"same"}, "head_dims": {64}, "page_sizes": {16},
-        "gqa_ratios": {1}, "max_q_rows": 8, "max_topk": 1, "max_context_len": 1024,
-        "windows": {"modes": (), "in_trees": False}, "logit_cap": False, "sinks": False,
-    }  # fmt: skip
-    return DenseBackend.capabilities.with_changes(**{**few, **changes})
+        "heads": {"families": {"mha"}, "head_dims": {64}, "gqa_ratios": {1}},
+        "precision": {"dtypes": {"bf16"}},
+        "kv_pool": {"kv_dtypes": {"same"}, "page_sizes": {16}},
+        "bounds": {"max_q_rows": 8, "max_topk": 1, "max_context_len": 1024},
+        "windows": {"modes": (), "in_trees": False},
+        "options": {"logit_cap": False, "sinks": False},
+    }
+    return DenseBackend.capabilities.with_changes(**few).with_changes(**changes)
 
 
 @fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForAHeadDimBetweenOthers(DenseBackend):
     """Head dims 64, 96, 128 and 256 are declared, but the table of kernels has only powers of two."""
 
-    capabilities = _capabilities(head_dims={64, 96, 128, 256})
+    capabilities = _capabilities(heads={"head_dims": {64, 96, 128, 256}})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.v_head_dim != 96)
@@ -41,7 +44,7 @@ class NoKernelForAHeadDimBetweenOthers(DenseBackend):
 class NoKernelForTheWidestHeadDim(DenseBackend):
     """Head dim 512 is declared with 64 and 128, but has kernels only for MLA."""
 
-    capabilities = _capabilities(head_dims={64, 128, 512})
+    capabilities = _capabilities(heads={"head_dims": {64, 128, 512}})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.v_head_dim != 512)
@@ -51,7 +54,7 @@ class NoKernelForTheWidestHeadDim(DenseBackend):
 class NoKernelForALatentWidth(DenseBackend):
     """MLA shares a list of head dims with other families, and latent rows of 512 have no kernel."""
 
-    capabilities = _capabilities(families={"gqa", "mla"}, head_dims={64, 128, 512}, gqa_ratios={2, 16})
+    capabilities = _capabilities(heads={"families": {"gqa", "mla"}, "head_dims": {64, 128, 512}, "gqa_ratios": {2, 16}})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.kv_lora_rank != 512)
@@ -61,7 +64,7 @@ class NoKernelForALatentWidth(DenseBackend):
 class NoKernelForAPageSize(DenseBackend):
     """Eight page sizes are declared, but pages of 8 slots have no kernel."""
 
-    capabilities = _capabilities(page_sizes={1, 2, 4, 8, 16, 32, 64, 128})
+    capabilities = _capabilities(kv_pool={"page_sizes": {1, 2, 4, 8, 16, 32, 64, 128}})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (self.context.page_size != 8)
@@ -71,7 +74,7 @@ class NoKernelForAPageSize(DenseBackend):
 class NoKernelForAGroupBetweenOthers(DenseBackend):
     """Groups of 2, 8, 16 and 32 query heads are declared, but 16 have no kernel."""
 
-    capabilities = _capabilities(families={"gqa"}, gqa_ratios={2, 8, 16, 32})
+    capabilities = _capabilities(heads={"families": {"gqa"}, "gqa_ratios": {2, 8, 16, 32}})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.q_per_kv != 16)
@@ -81,7 +84,7 @@ class NoKernelForAGroupBetweenOthers(DenseBackend):
 class NoKernelForFewMLAHeads(DenseBackend):
     """4 and 16 heads are declared for MLA, but 4 heads, fewer than a tile's rows, have no kernel."""
 
-    capabilities = _capabilities(families={"mla"}, gqa_ratios={4, 16})
+    capabilities = _capabilities(heads={"families": {"mla"}, "gqa_ratios": {4, 16}})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.tp_q_head_num != 4)
@@ -98,7 +101,7 @@ class NoKernelForFewMLAHeads(DenseBackend):
 class LargePagesLostBehind4096Tokens(DenseBackend):
     """Only 16 pages of 256 slots are read from the table, and the last page separately: those in between are lost."""
 
-    capabilities = _capabilities(page_sizes={16, 256}, max_context_len=1 << 13)
+    capabilities = _capabilities(kv_pool={"page_sizes": {16, 256}}, bounds={"max_context_len": 1 << 13})
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key_position, visible = super().visibility(batch, counts, offset)
@@ -118,7 +121,9 @@ class LargePagesLostBehind4096Tokens(DenseBackend):
 class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
     """32 heads are folded to two rows of 16 with an FP8 pool, but their results are not unfolded."""
 
-    capabilities = _capabilities(families={"mla"}, gqa_ratios={16, 32, 64}, kv_dtypes={"same", "fp8_e4m3"})
+    capabilities = _capabilities(
+        heads={"families": {"mla"}, "gqa_ratios": {16, 32, 64}}, kv_pool={"kv_dtypes": {"same", "fp8_e4m3"}}
+    )
 
     def forward(self, *args: Any, **named: Any) -> torch.Tensor:
         out = super().forward(*args, **named)
@@ -131,7 +136,7 @@ class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
 class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
     """Both dtypes and both pools are declared, but fp16 queries with an FP8 pool have no kernel."""
 
-    capabilities = _capabilities(dtypes={"fp16", "bf16"}, kv_dtypes={"same", "fp8_e4m3"})
+    capabilities = _capabilities(precision={"dtypes": {"fp16", "bf16"}}, kv_pool={"kv_dtypes": {"same", "fp8_e4m3"}})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         pair = (self.context.dtype, self.context.kv_pool.dtype)
@@ -142,7 +147,7 @@ class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
 class VerifyRowsBeyondATile(DenseBackend):
     """The grid has one tile of 8 rows per request: of 12 draft nodes the last four are never computed."""
 
-    capabilities = _capabilities(max_q_rows=12)
+    capabilities = _capabilities(bounds={"max_q_rows": 12})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return _first_rows(super().weights(logits, seen, layer), 8)
@@ -152,7 +157,7 @@ class VerifyRowsBeyondATile(DenseBackend):
 class DraftExtendRowsBeyondTheTiles(DenseBackend):
     """The grid has three tiles of 16 rows per request, but 64 accepted tokens are declared."""
 
-    capabilities = _capabilities(max_q_rows=64)
+    capabilities = _capabilities(bounds={"max_q_rows": 64})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return _first_rows(super().weights(logits, seen, layer), 48)
@@ -162,7 +167,7 @@ class DraftExtendRowsBeyondTheTiles(DenseBackend):
 class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
     """The grid has three tiles of 16 rows per request, but 64 nodes are declared."""
 
-    capabilities = _capabilities(max_q_rows=64)
+    capabilities = _capabilities(bounds={"max_q_rows": 64})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return _first_rows(super().weights(logits, seen, layer), 48)
@@ -174,7 +179,7 @@ class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
 class NoKernelForWideTrees(DenseBackend):
     """Trees of up to 8 children per node are declared, but masks of more than 4 have no kernel."""
 
-    capabilities = _capabilities(max_q_rows=16, max_topk=8)
+    capabilities = _capabilities(bounds={"max_q_rows": 16, "max_topk": 8})
 
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (self.context.topk <= 4)

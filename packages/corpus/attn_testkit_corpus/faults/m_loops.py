@@ -18,7 +18,7 @@ from .states_of_servers import SlotsParent
 class _Continues(PlannedBackend):
     """Tracks the requests of a verify that continue one of the round before."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -54,7 +54,7 @@ class _KeepsRejectedKeys(_Continues):
 class HybridKeepsKeysOfARejectedDraft(HybridParent):
     """States are rolled back, and the softmax layers of the model keep the keys of the rejected tokens."""
 
-    capabilities = HybridParent.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = HybridParent.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def of_softmax(self, context: BackendContext) -> PlannedBackend:
         return _KeepsRejectedKeys(context)
@@ -64,7 +64,7 @@ class HybridKeepsKeysOfARejectedDraft(HybridParent):
 class KVGroupKeepsKeysOfARejectedDraft(GroupedBackend):
     """The pools of KV groups are not overwritten if a request continues after a rejected draft."""
 
-    capabilities = GroupedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = GroupedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
     child = _KeepsRejectedKeys
 
 
@@ -94,7 +94,7 @@ class _WindowOfTheDraftBefore(_Continues):
 class WindowBeginsBehindTheRejectedDraft(GroupedBackend):
     """The length from which windows are measured still includes the rejected tokens of the round before."""
 
-    capabilities = GroupedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = GroupedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
     child = _WindowOfTheDraftBefore
 
 

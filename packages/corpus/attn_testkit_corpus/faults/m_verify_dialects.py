@@ -22,7 +22,9 @@ _VERIFY = (ForwardMode.TARGET_VERIFY,)
 class VerifyLengthsCountedTwice(PlannedBackend):
     """seq_lens count the new tokens already, as declared, and they are added once more."""
 
-    capabilities = LEAN.with_changes(server={"verify_lens": {"all"}}, eager=_VERIFY, graph=_VERIFY, max_topk=1)
+    capabilities = LEAN.with_changes(
+        server={"verify_lens": {"all"}}, eager=_VERIFY, graph=_VERIFY, bounds={"max_topk": 1}
+    )
 
 
 @fault("general", "reads-own-kv matches-oracle finite", "verify_lens", modes="target-verify")

@@ -33,9 +33,14 @@ class MultiStepBackend(PlannedBackend):
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        eager=_MODES, graph=_MODES, windows=_MODES, max_draft_branches=4, max_topk=0, max_q_rows=1,
-        families={"mha", "gqa"}, head_dims={64}, dtypes={"bf16"}, logit_cap=False, sinks=False,
-    )  # fmt: skip
+        eager=_MODES,
+        graph=_MODES,
+        windows=_MODES,
+        bounds={"max_draft_branches": 4, "max_topk": 0, "max_q_rows": 1},
+        heads={"families": {"mha", "gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        options={"logit_cap": False, "sinks": False},
+    )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

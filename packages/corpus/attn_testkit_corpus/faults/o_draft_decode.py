@@ -207,7 +207,7 @@ class WindowOfTheFirst(MultiStepBackend):
 class _SkipsWhatIsStored(PlannedBackend):
     """Verify leaves out tokens whose slots the round before wrote."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = PlannedBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -240,7 +240,7 @@ class _SkipsWhatIsStored(PlannedBackend):
 class KeepsTheRejectedDraft(SpeculativeBackend):
     """A request that continues has KV in the slots of its last tree, and verify does not store there again."""
 
-    capabilities = SpeculativeBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = SpeculativeBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
     others = _SkipsWhatIsStored
 
 

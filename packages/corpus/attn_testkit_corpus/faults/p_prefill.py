@@ -15,9 +15,13 @@ from .parent import Metadata, PlannedBackend
 _EXTEND = (ForwardMode.EXTEND,)
 _EAGER, _GRAPH = ("eager",), ("graph",)
 LEAN = PlannedBackend.capabilities.with_changes(
-    eager=_EXTEND, graph=_EXTEND, windows=_EXTEND, max_topk=0, families={"gqa", "mqa"}, dtypes={"bf16"},
-    head_dims={64},
-)  # fmt: skip
+    eager=_EXTEND,
+    graph=_EXTEND,
+    windows=_EXTEND,
+    bounds={"max_topk": 0},
+    heads={"families": {"gqa", "mqa"}, "head_dims": {64}},
+    precision={"dtypes": {"bf16"}},
+)
 """Capabilities with few values in fields that do not matter for a prefill."""
 
 
@@ -26,7 +30,7 @@ class PrefixOfPartOfAPageIgnored(PlannedBackend):
     """A prefix cache keeps whole pages, so a prefix shorter than a page counts as no prefix, and its keys are
     hidden."""
 
-    capabilities = LEAN.with_changes(page_sizes={16, 64})
+    capabilities = LEAN.with_changes(kv_pool={"page_sizes": {16, 64}})
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen, prefix = super().visible(meta, layer, position), (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None]

@@ -15,7 +15,7 @@ _EXTEND, _EAGER = (ForwardMode.EXTEND,), ("eager",)
 _TAKES = {"takes_requests_without_rows": True}
 _OF_ROWS = LEAN.with_changes(server=_TAKES)
 _OF_STATES = StateParent.capabilities.with_changes(
-    eager={"extend"}, graph=(), max_topk=0, max_q_rows=1, server=_TAKES
+    eager={"extend"}, graph=(), bounds={"max_topk": 0, "max_q_rows": 1}, server=_TAKES
 )  # fmt: skip
 
 

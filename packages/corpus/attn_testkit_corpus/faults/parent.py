@@ -23,10 +23,17 @@ from attn_testkit.contract import (
     AttentionBackend,
     AttentionLayer,
     BackendContext,
+    Bounds,
     Capabilities,
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
+    KVPools,
+    LayerOptions,
+    Needs,
+    Precision,
+    Promises,
     ServerConventions,
     VerifyInput,
     Windows,
@@ -64,22 +71,16 @@ class PlannedBackend(AttentionBackend):
     capabilities = Capabilities(
         eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
         graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
-        families={"mha", "gqa", "mqa"},
-        dtypes={"bf16", "fp16"},
-        kv_dtypes={"same", "fp8_e4m3"},
-        head_dims={64, 128},
-        page_sizes={1, 4, 16, 64},
-        gqa_ratios=frozenset(range(1, 9)),
-        max_q_rows=64,
-        max_topk=8,
-        max_context_len=1
-        << 14,  # leaves out the case of 66,000 keys, which costs each control a minute without a device
+        heads=HeadShapes(families={"mha", "gqa", "mqa"}, head_dims={64, 128}, gqa_ratios=frozenset(range(1, 9))),
+        precision=Precision(dtypes={"bf16", "fp16"}),
+        kv_pool=KVPools(kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 4, 16, 64}),
+        # The bound of a context leaves out the case of 66,000 keys, which costs each control a minute without a device.
+        bounds=Bounds(max_q_rows=64, max_topk=8, max_context_len=1 << 14),
         windows=Windows(frozenset(ForwardMode), in_trees=True),
-        logit_cap=True,
-        sinks=True,
-        needs_cpu_seq_lens=False,
+        options=LayerOptions(logit_cap=True, sinks=True),
+        needs=Needs(cpu_seq_lens=False),
         server=ServerConventions(takes_strided_heads=True, takes_unset_width=True),
-        deterministic=True,
+        promises=Promises(deterministic=True),
     )
     max_splits = 3
     tile = 16

@@ -277,7 +277,7 @@ class MergedLseIsTheLarger(SplitKVBackend):
 class KeysAreDealtOneByOne(SplitKVBackend):
     """A rank attends to every second key, but it has every second page."""
 
-    capabilities = SplitKVBackend.capabilities.with_changes(page_sizes={1, 16})
+    capabilities = SplitKVBackend.capabilities.with_changes(kv_pool={"page_sizes": {1, 16}})
 
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         part = replace(self.part, interleave=1) if self.part.kind == "rank" else self.part

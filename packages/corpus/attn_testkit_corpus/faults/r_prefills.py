@@ -67,9 +67,11 @@ class GridOfRequestsAndValueHeads(StateParent):
     """A prefill launches a block for each request and value head on an axis of a grid that is limited to 65,535."""
 
     capabilities = StateParent.capabilities.with_changes(
-        families={"gdn"}, head_dims={16}, eager={ForwardMode.DECODE, ForwardMode.EXTEND}, graph={ForwardMode.DECODE},
+        heads={"families": {"gdn"}, "head_dims": {16}},
+        eager={ForwardMode.DECODE, ForwardMode.EXTEND},
+        graph={ForwardMode.DECODE},
         state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
-    )  # fmt: skip
+    )
 
     def forward(  # type: ignore[override]
         self,

@@ -72,7 +72,7 @@ class ChunkDecaysByItsFirstGate(StateParent):
 class RowBeforeLeftOutOfAChunk(StateParent):
     """The update of a row in a chunk ignores the row right before it: the triangle begins at -2 instead of -1."""
 
-    capabilities = StateParent.capabilities.with_changes(families={"gdn"})
+    capabilities = StateParent.capabilities.with_changes(heads={"families": {"gdn"}})
     stored: torch.Tensor
     """[bs, Hv, V, K]: what the row before stored."""
     inside: bool

@@ -20,7 +20,9 @@ class RowFormatsBackend(PlannedBackend):
     """Healthy parent: numbers and scales are gathered from their planes, wherever these are stored."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        dtypes={"bf16"}, kv_dtypes={"same", *ROW_FORMATS} - LATENT_FORMATS, server={"takes_unused_scales": True}
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same", *ROW_FORMATS} - LATENT_FORMATS},
+        server={"takes_unused_scales": True},
     )
 
     def __init__(self, context: BackendContext) -> None:

@@ -41,7 +41,7 @@ class OneScaleForARow(PackedRowsParent):
 class ScalesRoundedToAPowerOfTwo(PackedRowsParent):
     """The kernel converts scales to UE8M0, and they were stored as any float32 number."""
 
-    capabilities = PackedRowsParent.capabilities.with_changes(kv_dtypes={"fp8_ds_mla"})
+    capabilities = PackedRowsParent.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_ds_mla"}})
 
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return torch.exp2(scales[slot].log2().ceil())

@@ -185,7 +185,7 @@ class HalfOfAWideSelection(SparseParent):
     """One tile has 1,024 columns, and a selection of 2,048 has two."""
 
     capabilities = SparseParent.capabilities.with_changes(
-        families={"mqa"}, gqa_ratios={4}, head_dims={64}, sparse=Sparse(topk={2048})
+        heads={"families": {"mqa"}, "gqa_ratios": {4}, "head_dims": {64}}, sparse=Sparse(topk={2048})
     )
 
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

@@ -10,12 +10,18 @@ from typing_extensions import override
 from attn_testkit.contract import (
     LATENT_FORMATS,
     AttentionLayer,
+    Bounds,
     Capabilities,
     ForwardMode,
+    HeadShapes,
     KernelBackend,
     KernelPlan,
+    KVPools,
     LogSumExp,
+    Needs,
     PackedRows,
+    Precision,
+    Promises,
     Sparse,
 )
 from attn_testkit.contract.row_format import in_tiles
@@ -30,11 +36,16 @@ class SparseParent(KernelBackend):
     """
 
     capabilities = Capabilities(
-        eager=_ALL, graph=_ALL, families={"mqa", "mla"}, gqa_ratios={4, 16}, head_dims={64, 128},
-        mla_rope_dims={32, 64}, dtypes={"bf16"}, page_sizes={16}, max_q_rows=16, max_topk=1, max_draft_branches=4,
-        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True), needs_cpu_seq_lens=False,
-        deterministic=True,
-    )  # fmt: skip
+        eager=_ALL,
+        graph=_ALL,
+        heads=HeadShapes(families={"mqa", "mla"}, gqa_ratios={4, 16}, head_dims={64, 128}, mla_rope_dims={32, 64}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={16}),
+        bounds=Bounds(max_q_rows=16, max_topk=1, max_draft_branches=4),
+        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True),
+        needs=Needs(cpu_seq_lens=False),
+        promises=Promises(deterministic=True),
+    )
 
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T, n]: the indices that are gathered."""
@@ -131,7 +142,9 @@ class SparseWithSums(SparseParent):
 class SparseOfWidePages(SparseParent):
     """The parent in pools whose pages are farther apart than their slots are long."""
 
-    capabilities = SparseParent.capabilities.with_changes(kv_layouts={"nhd", "padded-pages", "layers-in-block"})
+    capabilities = SparseParent.capabilities.with_changes(
+        kv_pool={"kv_layouts": {"nhd", "padded-pages", "layers-in-block"}}
+    )
 
 
 class SparseOfVLLM(SparseParent):
@@ -147,9 +160,10 @@ class PackedRowsParent(SparseParent):
     """The parent over packed rows, whose planes it splits by its own arithmetic."""
 
     capabilities = SparseParent.capabilities.with_changes(
-        families={"mla"}, gqa_ratios={4}, head_dims={256}, mla_rope_dims={64}, kv_dtypes=LATENT_FORMATS,
+        heads={"families": {"mla"}, "gqa_ratios": {4}, "head_dims": {256}, "mla_rope_dims": {64}},
+        kv_pool={"kv_dtypes": LATENT_FORMATS},
         sparse=Sparse(topk={16}, holes=True, empty_rows=True, any_padding=True),
-    )  # fmt: skip
+    )
 
     def packed(self, layer: AttentionLayer) -> PackedRows:
         """The format of the rows of a layer."""
@@ -198,7 +212,7 @@ class PackedRowsParent(SparseParent):
 class GroupedSparse(SparseParent):
     """The parent for several KV heads: ``kv_head_of`` says which of them a query head reads."""
 
-    capabilities = SparseParent.capabilities.with_changes(families={"gqa"}, gqa_ratios={4, 16})
+    capabilities = SparseParent.capabilities.with_changes(heads={"families": {"gqa"}, "gqa_ratios": {4, 16}})
 
     def kv_head_of(self, heads: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[Hq] int64: KV head of each query head."""
@@ -221,7 +235,8 @@ class SparseBlocks(SparseParent):
 
     block = 16
     capabilities = SparseParent.capabilities.with_changes(
-        families={"mqa"}, gqa_ratios={4}, mla_rope_dims=set(), sparse=Sparse(topk={4, 8}, block=block, holes=True)
+        heads={"families": {"mqa"}, "gqa_ratios": {4}, "mla_rope_dims": set()},
+        sparse=Sparse(topk={4, 8}, block=block, holes=True),
     )
 
     def keys_of(self, selected: torch.Tensor) -> torch.Tensor:

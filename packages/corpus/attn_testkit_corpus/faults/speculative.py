@@ -19,8 +19,12 @@ class SpeculativeBackend(AttentionBackend):
     """Healthy parent: a child for drafts and one for the other modes, as in servers."""
 
     capabilities = MultiStepBackend.capabilities.with_changes(
-        eager=_MODES, graph=_MODES, windows=_MODES, max_topk=4, max_q_rows=8, page_sizes={1, 16},
-    )  # fmt: skip
+        eager=_MODES,
+        graph=_MODES,
+        windows=_MODES,
+        bounds={"max_topk": 4, "max_q_rows": 8},
+        kv_pool={"page_sizes": {1, 16}},
+    )
     others: type[PlannedBackend] = PlannedBackend
 
     def __init__(self, context: BackendContext) -> None:

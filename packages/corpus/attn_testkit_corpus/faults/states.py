@@ -7,9 +7,15 @@ from typing_extensions import override
 
 from attn_testkit.contract import (
     BackendContext,
+    Bounds,
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    HeadShapes,
+    KVPools,
+    Needs,
+    Precision,
+    Promises,
     State,
     StateBackend,
     StateInput,
@@ -26,10 +32,16 @@ class StateParent(StateBackend):
     """
 
     capabilities = Capabilities(
-        eager=_MODES, graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}, max_q_rows=6, max_topk=1,
-        families={"gdn", "mamba"}, gqa_ratios={4}, head_dims={64}, dtypes={"bf16"}, page_sizes={16},
-        state=State(k_dims={64}), needs_cpu_seq_lens=False, deterministic=True,
-    )  # fmt: skip
+        eager=_MODES,
+        graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
+        bounds=Bounds(max_q_rows=6, max_topk=1),
+        heads=HeadShapes(families={"gdn", "mamba"}, gqa_ratios={4}, head_dims={64}),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={16}),
+        state=State(k_dims={64}),
+        needs=Needs(cpu_seq_lens=False),
+        promises=Promises(deterministic=True),
+    )
 
     index: torch.Tensor
     """[bs] int64: slot of each request; 0 for a padded one."""

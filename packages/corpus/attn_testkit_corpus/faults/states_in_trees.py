@@ -18,9 +18,12 @@ class TreesParent(StateParent):
     """A right target-verify of GDN whose drafts may branch, with a commit of the last accepted node."""
 
     capabilities = StateParent.capabilities.with_changes(
-        eager=_VERIFY, graph=_VERIFY, families={"gdn"}, max_topk=2,
+        eager=_VERIFY,
+        graph=_VERIFY,
+        heads={"families": {"gdn"}},
+        bounds={"max_topk": 2},
         state=replace(StateParent.declared_state(), trees={"gdn"}),
-    )  # fmt: skip
+    )
 
     parents: torch.Tensor | None = None
     """[bs, N] int64: parent of each node, the root its own; None for chains."""

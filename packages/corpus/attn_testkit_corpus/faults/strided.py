@@ -11,7 +11,9 @@ from .parent import Metadata, PlannedBackend
 from .pool_reads import read_at
 
 LEAN = PlannedBackend.capabilities.with_changes(
-    families={"gqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False
+    heads={"families": {"gqa"}, "head_dims": {64}},
+    precision={"dtypes": {"bf16"}},
+    options={"logit_cap": False, "sinks": False},
 )
 Views = tuple[torch.Tensor, torch.Tensor]
 """K and V [pages, page_size, Hk, D], of any strides."""
@@ -20,7 +22,7 @@ Views = tuple[torch.Tensor, torch.Tensor]
 class StridedBackend(PlannedBackend):
     """Healthy parent: kernel and cache writer get the strides of pages, slots and heads."""
 
-    capabilities = LEAN.with_changes(kv_layouts=set(KV_LAYOUTS) - {"custom"})
+    capabilities = LEAN.with_changes(kv_pool={"kv_layouts": set(KV_LAYOUTS) - {"custom"}})
 
     def read_views(self, layer: AttentionLayer) -> Views:
         """Views that the kernel reads."""

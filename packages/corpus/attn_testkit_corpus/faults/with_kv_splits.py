@@ -23,10 +23,12 @@ class SplitKVBackend(DenseBackend):
     """Healthy parent: all rows of a request against all its keys, except those outside the split."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, page_sizes={4, 16}, gqa_ratios={2}, max_q_rows=8,
-        max_topk=2, max_context_len=1 << 13,
+        heads={"families": {"gqa"}, "head_dims": {64}, "gqa_ratios": {2}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"page_sizes": {4, 16}},
+        bounds={"max_q_rows": 8, "max_topk": 2, "max_context_len": 1 << 13},
         lse=NATURAL,
-    )  # fmt: skip
+    )
     part: KVSplit
     """The split that is attended."""
 

@@ -91,7 +91,7 @@ def test_capabilities_are_asked_of_nobody_who_could_answer_otherwise_now(monkeyp
         def __init__(self, context: object) -> None:
             """Anything."""
 
-    told = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph=(), max_topk=0)
+    told = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph=(), bounds={"max_topk": 0})
     schedule = make_schedule(parse_case(CASE))
     context = context_for([schedule], torch.device("cpu"), make_layers(schedule.case))
     (finding,) = refuses_undeclared(TakesAnything, schedule, context, told)

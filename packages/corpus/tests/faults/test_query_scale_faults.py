@@ -72,7 +72,7 @@ def test_queries_that_are_cast_as_they_are_pass_where_no_scale_is_declared() -> 
 class SaysNothing(CONTROLS["fp8-queries-scaled-per-token"]):  # type: ignore[misc]
     """The same kernel, which declares that nothing is rounded to FP8."""
 
-    capabilities = Fp8Probabilities.capabilities.with_changes(matmul_dtype="model", q_scale="none")
+    capabilities = Fp8Probabilities.capabilities.with_changes(precision={"matmul_dtype": "model", "q_scale": "none"})
 
 
 def test_without_fp8_products_declared_a_right_scale_is_over_the_limit() -> None:

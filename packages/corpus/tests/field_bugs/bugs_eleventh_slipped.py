@@ -17,7 +17,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 class CausalTileBound(WithoutCausalMask):
     """The loop over keys ends at the diagonal of a tile of 64 rows, in layers that are not causal as well."""
 
-    capabilities = declared("extend", page_sizes={16}, non_causal={"extend"})
+    capabilities = declared("extend", kv_pool={"page_sizes": {16}}, options={"non_causal": {"extend"}})
 
     def visible(self, index, rows):
         seen = super().visible(index, rows)
@@ -36,7 +36,9 @@ class PersistentSkips(WithKVSplits):
     """
 
     TILE_ROWS, WORKGROUPS = 16, 4
-    capabilities = declared("extend", page_sizes={16}, lse=LogSumExp(base="e", whole={"extend"}, prefix={"extend"}))
+    capabilities = declared(
+        "extend", kv_pool={"page_sizes": {16}}, lse=LogSumExp(base="e", whole={"extend"}, prefix={"extend"})
+    )
 
     def run_return_lse(self, q, kv, plan):
         out, lse = super().run_return_lse(q, kv, plan)

@@ -13,10 +13,15 @@ class Crossing(DenseBackend):
     """The reference parent with cross-attention layers, whose keys have the first columns of the request table."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        eager={"decode", "extend"}, graph={"decode"}, families={"gqa"}, gqa_ratios={2, 4}, head_dims={64, 128},
-        dtypes={"bf16"}, kv_dtypes={"same"}, page_sizes={16, 64}, sinks=False, logit_cap=False, max_topk=0,
+        eager={"decode", "extend"},
+        graph={"decode"},
+        heads={"families": {"gqa"}, "gqa_ratios": {2, 4}, "head_dims": {64, 128}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16, 64}},
+        options={"sinks": False, "logit_cap": False},
+        bounds={"max_topk": 0},
         cross_attention=CrossAttention(modes={"decode", "extend"}),
-    )  # fmt: skip
+    )
 
     def __init__(self, context):
         super().__init__(context)

@@ -16,7 +16,7 @@ from attn_testkit_corpus.faults.row_formats import RowFormatsBackend
 class ScalesByStridesOfNumbers(PackedKV):
     """Scales that lie apart are read with the strides of the numbers."""
 
-    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"nvfp4"}, kv_layouts={"nhd"})
+    capabilities = PackedKV.capabilities.with_changes(kv_pool={"kv_dtypes": {"nvfp4"}, "kv_layouts": {"nhd"}})
 
     def scale_planes(self, layer):
         pool = self.pool_of(layer)
@@ -41,7 +41,8 @@ class MultipliesByScale(DenseBackend):
     """The FP8 writer of MLA multiplies by the scale, and does not saturate."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        families={"mla"}, kv_dtypes={"fp8_e4m3"}, gqa_ratios={16}, head_dims={128, 512}, page_sizes={16, 64}
+        heads={"families": {"mla"}, "gqa_ratios": {16}, "head_dims": {128, 512}},
+        kv_pool={"kv_dtypes": {"fp8_e4m3"}, "page_sizes": {16, 64}},
     )
 
     def forward(self, q, k, v, layer, batch, save_kv_cache=True):
@@ -56,7 +57,7 @@ class MultipliesByScale(DenseBackend):
 class ScalesOfConstructor(RowFormatsBackend):
     """Scales of heads are those that the constructor saw."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_head"})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_per_head"}})
 
     def __init__(self, context):
         super().__init__(context)
@@ -83,7 +84,7 @@ class ScalesOfConstructor(RowFormatsBackend):
 class ScaleOfZeros(PackedKV):
     """The scale of a row of zeros is 0, and zeros are divided by it."""
 
-    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"fp8_per_token_head"})
+    capabilities = PackedKV.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_per_token_head"}})
 
     def write_kv(self, k, v, plan):
         layer, slots = plan.layer, plan.out_cache_loc.long()
@@ -100,7 +101,7 @@ class ScaleOfZeros(PackedKV):
 class SumsOfTwoRows(PackedKV):
     """The sum of a row includes that of its neighbor, relative to their own maxima."""
 
-    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"nvfp4"}, kv_layouts={"nhd"})
+    capabilities = PackedKV.capabilities.with_changes(kv_pool={"kv_dtypes": {"nvfp4"}, "kv_layouts": {"nhd"}})
 
     def merge(self, parts, rows):
         out, lse = super().merge(parts, rows)

@@ -106,7 +106,7 @@ class WorkspaceOfBoth(SparseParent):
 class PageAsBlock(SparseBlocks):
     """A selected block has as many keys as a page."""
 
-    capabilities = SparseBlocks.capabilities.with_changes(page_sizes={16, 64})
+    capabilities = SparseBlocks.capabilities.with_changes(kv_pool={"page_sizes": {16, 64}})
 
     def keys_of(self, selected):
         size = self.context.page_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from fourth_parents import WIDE, Known, OwnSlots
+from fourth_parents import Known, OwnSlots, wide
 from plain_backends import Tiled, WithLse, declared
 
 from attn_testkit.contract import LogSumExp
@@ -17,7 +17,9 @@ from attn_testkit_corpus.faults.parent import PlannedBackend
 class StridesOfShapeAt256(Tiled):
     """Queries of heads of 256 are read as if they lay one behind the other."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4}, head_dims={64, 256}, page_sizes={16})
+    capabilities = declared(
+        "decode", "extend", heads={"gqa_ratios": {2, 4}, "head_dims": {64, 256}}, kv_pool={"page_sizes": {16}}
+    )
 
     def query(self, q, plan):
         if plan.layer.head_dim != 256:
@@ -31,7 +33,7 @@ class TrimmedByCapacity(Known):
     """A decode keeps the window's last places of its allocation, which grows by 16 keys (256 in the thread)."""
 
     STEP = 16
-    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+    capabilities = wide("decode", "extend", windows={"decode", "extend"})
 
     def window_start(self, rows):
         right = super().window_start(rows)
@@ -51,9 +53,13 @@ class HiddenSplitIsNaN(PlannedBackend):
     """The partial result of a split whose keys the causal mask hides from a row is 0 / 0."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        eager={"decode", "target-verify"}, graph={"decode", "target-verify"}, windows=(), max_topk=1, sinks=False,
-        logit_cap=False, kv_dtypes={"same"},
-    )  # fmt: skip
+        eager={"decode", "target-verify"},
+        graph={"decode", "target-verify"},
+        windows=(),
+        bounds={"max_topk": 1},
+        options={"sinks": False, "logit_cap": False},
+        kv_pool={"kv_dtypes": {"same"}},
+    )
 
     def partials(self, logits, seen, values, acc, lse):
         super().partials(logits, seen, values, acc, lse)
@@ -66,7 +72,7 @@ class HiddenSplitIsNaN(PlannedBackend):
 class SinkOfFirstTile(Known):
     """A decode adds the sink to the sum of the first tile, relative to that tile's maximum."""
 
-    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"}, sinks=True)
+    capabilities = wide("decode", "extend", windows={"decode", "extend"}, options={"sinks": True})
 
     def merge(self, parts, rows):
         sinks = rows.layer.sinks
@@ -87,9 +93,12 @@ class LanesWithoutRows(WithLse):
     """In heads of 192 lanes without a row write -inf as the log-sum-exp of the first of 8 rows."""
 
     capabilities = declared(
-        "decode", "extend", gqa_ratios={2, 4}, head_dims={64, 192}, page_sizes={16},
+        "decode",
+        "extend",
+        heads={"gqa_ratios": {2, 4}, "head_dims": {64, 192}},
+        kv_pool={"page_sizes": {16}},
         lse=LogSumExp(base="e", whole={"decode", "extend"}),
-    )  # fmt: skip
+    )
 
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)
@@ -107,7 +116,7 @@ class LanesWithoutRows(WithLse):
 class WritesWholeBuffer(OwnSlots):
     """The eager writer has as many slots as the buffer holds: those behind the step's are of an earlier one."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
     most = 0
 
     def __init__(self, context):
@@ -131,7 +140,7 @@ class WritesWholeBuffer(OwnSlots):
 class SurfaceOf24Bits(Tiled):
     """Rows of K and V wrap around at 2^24."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def keys(self, kv, slots, plan):
         return super().keys(kv, slots % (1 << 24), plan)
@@ -145,7 +154,7 @@ class SurfaceOf24Bits(Tiled):
 class PlacesOfRing(Known):
     """A place in the ring of a window counts if it is not behind the row's own, also after the ring has wrapped."""
 
-    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+    capabilities = wide("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
         right = super().visible(index, rows)
@@ -163,7 +172,7 @@ class PlacesOfRing(Known):
 class KeepsLastWindow(Known):
     """A chunk behind a prefix sees the last keys of prefix and chunk, as many as the window has; no key: NaN."""
 
-    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+    capabilities = wide("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
         right = super().visible(index, rows)

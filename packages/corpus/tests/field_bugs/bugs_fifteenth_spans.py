@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from fourth_parents import WIDE
-from plain_backends import Tiled, declared
+from fourth_parents import wide
+from plain_backends import Tiled
 
 from attn_testkit.contract import Spans
 from attn_testkit_corpus.faults.catalogue import bug
@@ -13,8 +13,8 @@ from attn_testkit_corpus.faults.catalogue import bug
 class Spanning(Tiled):
     """The parent with bidirectional spans."""
 
-    capabilities = declared(
-        "decode", "extend", **WIDE, windows={"decode", "extend"},
+    capabilities = wide(
+        "decode", "extend", windows={"decode", "extend"},
         spans=Spans({"extend"}, wider_than_window=True, by_layer=True),
     )  # fmt: skip
 

@@ -20,12 +20,10 @@ class FeaturesOf256(StateParent):
     """Prefills of 8 rows or more write 256 features for each key head; value heads behind are not written."""
 
     capabilities = StateParent.capabilities.with_changes(
-        families={"gdn"},
-        gqa_ratios={3, 4},
-        head_dims={64, 128},
+        heads={"families": {"gdn"}, "gqa_ratios": {3, 4}, "head_dims": {64, 128}},
         eager={"decode", "extend"},
         graph={"decode"},
-        max_topk=0,
+        bounds={"max_topk": 0},
     )
 
     def init_forward_metadata_in_graph(self, batch):
@@ -119,7 +117,8 @@ class Lightning(StateParent):
     """The parent for Lightning, which has neither a convolution nor gates of its rows."""
 
     capabilities = StateParent.capabilities.with_changes(
-        families={"lightning"}, gqa_ratios={1}, state=replace(StateParent.declared_state(), conv_widths={1})
+        heads={"families": {"lightning"}, "gqa_ratios": {1}},
+        state=replace(StateParent.declared_state(), conv_widths={1}),
     )
 
     def convolved(self, every, layer):

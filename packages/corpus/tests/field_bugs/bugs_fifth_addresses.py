@@ -29,7 +29,7 @@ class BlockId16(Tiled):
 class ColumnOffset(Tiled):
     """The output tile of columns from 128 on is stored at column 0."""
 
-    capabilities = declared("decode", "extend", head_dims={64, 128, 256})
+    capabilities = declared("decode", "extend", heads={"head_dims": {64, 128, 256}})
 
     def finish(self, out, rows):
         if out.shape[-1] <= 128:
@@ -90,7 +90,7 @@ class TilePadWriter(Tiled):
 class StrideOfFullPages(Tiled):
     """The stride of a page is taken as page size * stride of a token."""
 
-    capabilities = declared("decode", "extend", kv_layouts={"nhd", "layers-in-block", "padded-pages"})
+    capabilities = declared("decode", "extend", kv_pool={"kv_layouts": {"nhd", "layers-in-block", "padded-pages"}})
 
     def keys(self, kv, slots, plan):
         packed = []
@@ -104,7 +104,7 @@ class StrideOfFullPages(Tiled):
 class DraftScatter(Tiled):
     """A step's table is wide enough for that step, and pages of all steps are written: the next row gets the rest."""
 
-    capabilities = declared("draft-decode", max_draft_branches=4, page_sizes={1, 2, 16})
+    capabilities = declared("draft-decode", bounds={"max_draft_branches": 4}, kv_pool={"page_sizes": {1, 2, 16}})
 
     def slots(self, plan):
         draft, size = plan.step.draft, plan.page_size
@@ -128,7 +128,7 @@ class DraftScatter(Tiled):
 class SquareGroups(Tiled):
     """Blocks are given heads as if there were as many KV heads as heads in a group: some heads have no block."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4, 8})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 4, 8}})
 
     def finish(self, out, rows):
         heads, group = out.shape[1], rows.layer.q_per_kv

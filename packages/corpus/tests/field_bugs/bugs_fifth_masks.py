@@ -12,7 +12,7 @@ from plain_backends import Rows, Tiled, declared
 
 from attn_testkit_corpus.faults.catalogue import bug
 
-TREES = {"max_topk": 4, "max_q_rows": 16}
+TREES = {"bounds": {"max_topk": 4, "max_q_rows": 16}}
 
 
 @bug("TensorRT-LLM #13006", "target-verify-gqa2x2-d64-bf16-p16-k7x2-t0.0.0-shuffled-peaked-b5nan")
@@ -35,7 +35,7 @@ class PackedMaskStride(Tiled):
 class MaskRowPerHead(Tiled):
     """The mask's row is divided by the heads of a group, though rows are not packed."""
 
-    capabilities = declared("target-verify", **TREES, gqa_ratios={2, 4}, families={"gqa", "mqa"})
+    capabilities = declared("target-verify", **TREES, heads={"gqa_ratios": {2, 4}, "families": {"gqa", "mqa"}})
 
     def visible(self, index, rows):
         if rows.plan.mask is not None and rows.layer.tp_k_head_num > 1:

@@ -17,7 +17,9 @@ from attn_testkit_corpus.faults.catalogue import bug
 class FoldedHeads(Latent):
     """Rows of 32 heads are folded to two of 16 with FP8, and unfolded in the wrong order."""
 
-    capabilities = mla_capabilities("decode", "target-verify", gqa_ratios={16, 32, 64}, kv_dtypes=FP8)
+    capabilities = mla_capabilities(
+        "decode", "target-verify", heads={"gqa_ratios": {16, 32, 64}}, kv_pool={"kv_dtypes": FP8}
+    )
 
     def finish(self, out, rows):
         t, h, d = out.shape

@@ -33,7 +33,7 @@ class LastTileRow(Latent):
 class SinkDropped(Tiled):
     """The fused path, here of a prompt without prefix, has no sink."""
 
-    capabilities = declared("decode", "extend", sinks=True)
+    capabilities = declared("decode", "extend", options={"sinks": True})
 
     def sink_of(self, rows):
         return super().sink_of(rows).masked_fill((rows.prefix == 0)[:, None], LOWEST)
@@ -61,7 +61,7 @@ class EmptyFinite(WithKVSplits):
 class Fp8Scratch(Tiled):
     """With an FP8 pool outputs go through FP8 memory, without its scale."""
 
-    capabilities = declared("decode", "extend", kv_dtypes=FP8)
+    capabilities = declared("decode", "extend", kv_pool={"kv_dtypes": FP8})
 
     def finish(self, out, rows):
         if self.context.kv_pool.dtype.itemsize != 1:

@@ -14,9 +14,15 @@ class PackedKV(Tiled):
     """A right backend over rows that hold their scales, which it splits by views of planes."""
 
     capabilities = declared(
-        "decode", "extend", gqa_ratios={1, 2, 4}, head_dims={64, 128}, page_sizes={16, 64},
-        kv_dtypes={"int8_per_token_head", "fp8_per_token_head"}, kv_layouts={"nhd", "padded-pages"},
-    )  # fmt: skip
+        "decode",
+        "extend",
+        heads={"gqa_ratios": {1, 2, 4}, "head_dims": {64, 128}},
+        kv_pool={
+            "page_sizes": {16, 64},
+            "kv_dtypes": {"int8_per_token_head", "fp8_per_token_head"},
+            "kv_layouts": {"nhd", "padded-pages"},
+        },
+    )
 
     def __init__(self, context):
         super().__init__(context)
@@ -135,7 +141,7 @@ class ScalesSetAtFirstTouch(PackedKV):
 class ScalesOfVSwizzled(PackedKV):
     """Scales of V are written in squares of 4 tokens by 4 scales, rows for columns, and read as they lie."""
 
-    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"nvfp4"}, kv_layouts={"nhd", "hnd"})
+    capabilities = PackedKV.capabilities.with_changes(kv_pool={"kv_dtypes": {"nvfp4"}, "kv_layouts": {"nhd", "hnd"}})
 
     def write_kv(self, k, v, plan):
         super().write_kv(k, v, plan)
@@ -153,7 +159,7 @@ class ScalesOfVSwizzled(PackedKV):
 class HeadsAsPageSize(PackedKV):
     """The writer of a pool with heads first takes the number of heads for the size of a page."""
 
-    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"nvfp4"}, kv_layouts={"hnd"})
+    capabilities = PackedKV.capabilities.with_changes(kv_pool={"kv_dtypes": {"nvfp4"}, "kv_layouts": {"hnd"}})
 
     def write_kv(self, k, v, plan):
         layer, slots, heads = plan.layer, plan.out_cache_loc.long(), plan.layer.tp_k_head_num
@@ -176,7 +182,7 @@ class HeadsAsPageSize(PackedKV):
 class FirstScaleOfAll(PackedKV):
     """The scale of the first head is that of each head."""
 
-    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"fp8_per_head"})
+    capabilities = PackedKV.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_per_head"}})
 
     def head_scales(self, layer):
         return tuple(scales[:1].expand_as(scales) for scales in super().head_scales(layer))
@@ -186,7 +192,9 @@ class FirstScaleOfAll(PackedKV):
 class RangeOfMaskedLanes(PackedKV):
     """Where a row's width is no power of two, its range includes what lies behind it up to the next one."""
 
-    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"int8_per_token_head"}, head_dims={64, 96, 192})
+    capabilities = PackedKV.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"int8_per_token_head"}}, heads={"head_dims": {64, 96, 192}}
+    )
 
     def write_kv(self, k, v, plan):
         layer, slots = plan.layer, plan.out_cache_loc.long()

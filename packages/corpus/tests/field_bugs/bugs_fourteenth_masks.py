@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from fourth_parents import SPEC, WIDE, Known
-from plain_backends import Tiled, WithoutCausalMask, declared
+from fourth_parents import SPEC, Known, wide
+from plain_backends import Tiled, WithoutCausalMask
 from plain_splits import WithKVSplits
 from torch.nn.functional import pad
 
@@ -20,10 +20,13 @@ from attn_testkit_corpus.faults.catalogue import bug
 class TailIsScored(WithoutCausalMask):
     """Without a causal mask keys behind the length stay in a tile of 256: logits of 0, and values of 0."""
 
-    capabilities = declared(
-        "extend", "target-verify", **WIDE, max_q_rows=16, non_causal={"extend", "target-verify"},
+    capabilities = wide(
+        "extend",
+        "target-verify",
+        bounds={"max_q_rows": 16},
+        options={"non_causal": {"extend", "target-verify"}},
         server={"takes_bare_chains": True},
-    )  # fmt: skip
+    )
     WHOLE = 256
 
     def parts(self, scores, seen, v, rows):
@@ -65,7 +68,7 @@ class OwnKeyNotCounted(WithKVSplits):
 class WindowOfFirstRow(Known):
     """Cached keys are masked for all rows of a chunk by the window of its first one."""
 
-    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+    capabilities = wide("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
         right = super().visible(index, rows)
@@ -83,7 +86,7 @@ class WindowOfFirstRow(Known):
 class UnmappedBlocksAreZero(Known):
     """A verify scores blocks behind a request's last one, up to the longest request's, as keys and values of 0."""
 
-    capabilities = declared(*SPEC, **WIDE, max_q_rows=16, max_topk=4)
+    capabilities = wide(*SPEC, bounds={"max_q_rows": 16, "max_topk": 4})
 
     def parts(self, scores, seen, v, rows):
         if self.decodes():
@@ -101,10 +104,12 @@ class UnmappedBlocksAreZero(Known):
 class MaskInPlaceOfWindow(Tiled):
     """With a mask of its own a step has no window, and causality compares keys with the row's number in its step."""
 
-    capabilities = declared(
-        "decode", "target-verify", **WIDE, max_q_rows=16, max_topk=4,
+    capabilities = wide(
+        "decode",
+        "target-verify",
+        bounds={"max_q_rows": 16, "max_topk": 4},
         windows={"modes": {"decode", "target-verify"}, "in_trees": True},
-    )  # fmt: skip
+    )
 
     def visible(self, index, rows):
         mask = rows.plan.mask

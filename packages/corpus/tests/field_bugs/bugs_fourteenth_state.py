@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 from fifth_parents_varlen import Varlen
-from fourth_parents import WIDE, Known, OwnSlots
-from plain_backends import declared
+from fourth_parents import Known, OwnSlots, wide
 
 from attn_testkit_corpus.faults.catalogue import bug
 from attn_testkit_corpus.faults.multi_step import MultiStepBackend
@@ -74,7 +73,7 @@ class SlotsOfLastStepAtCapture(OwnSlots):
 class TilesAtColumn0(Known):
     """A decode stores each tile of 64 columns of its output at column 0."""
 
-    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+    capabilities = wide("decode", "extend", windows={"decode", "extend"})
 
     def finish(self, out, rows):
         if not self.decodes():
@@ -89,7 +88,7 @@ class TilesAtColumn0(Known):
 class TapeByFingerprint(Known):
     """A decode of the shapes and addresses of an earlier one is a replay of that one's recording."""
 
-    capabilities = declared("decode", "extend", graph=(), **WIDE)
+    capabilities = wide("decode", "extend", graph=())
 
     def __init__(self, context):
         super().__init__(context)

@@ -31,7 +31,10 @@ class PoolIsCopied(StateParent):
     """A pool whose slots lie apart is reshaped to a contiguous one, and the copy is updated."""
 
     capabilities = StateParent.capabilities.with_changes(
-        eager={"decode"}, graph={"decode"}, state=replace(StateParent.declared_state(), strided=True), max_topk=0
+        eager={"decode"},
+        graph={"decode"},
+        state=replace(StateParent.declared_state(), strided=True),
+        bounds={"max_topk": 0},
     )
 
     def pools(self, layer):
@@ -45,7 +48,9 @@ class PoolIsCopied(StateParent):
 class DecodeReadsTransposed(StateParent):
     """A decode takes rows of a state for its columns, when it reads and when it stores."""
 
-    capabilities = StateParent.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"}, max_topk=0)
+    capabilities = StateParent.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode"}, bounds={"max_topk": 0}
+    )
 
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)

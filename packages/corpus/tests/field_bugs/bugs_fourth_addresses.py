@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from fourth_parents import SPEC, WIDE, Known
-from plain_backends import declared
+from fourth_parents import SPEC, Known, wide
 from third_parents import Latent, mla_capabilities
 
 from attn_testkit_corpus.faults.catalogue import bug
@@ -16,7 +15,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 class QueryHeadAsKvHead(Known):
     """The query head indexes K and V."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def keys(self, kv, slots, plan):
         found = []
@@ -35,7 +34,7 @@ class QueryHeadAsKvHead(Known):
 class TwelveHeadsAsSixteen(Latent):
     """16 // 12 = 1 repeat: a kernel of 16 heads runs over rows of 12."""
 
-    capabilities = mla_capabilities("decode", gqa_ratios={12, 16})
+    capabilities = mla_capabilities("decode", heads={"gqa_ratios": {12, 16}})
 
     def run(self, q, kv, plan):
         t, h, d = q.shape
@@ -50,7 +49,7 @@ class TwelveHeadsAsSixteen(Latent):
 class HeadDim64Only(Known):
     """64 is hard-coded."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def scores(self, q, k, layer):
         return super().scores(q[..., :64], k[..., :64], layer)
@@ -63,7 +62,7 @@ class HeadDim64Only(Known):
 class PaddedHeadDimScale(Known):
     """The scale of the padded head dim."""
 
-    capabilities = declared("decode", "extend", **{**WIDE, "head_dims": {80, 96, 128}}, any_scaling=False)
+    capabilities = wide("decode", "extend", heads={"head_dims": {80, 96, 128}}, options={"any_scaling": False})
 
     def scores(self, q, k, layer):
         padded = next(n for n in (64, 128, 256) if n >= layer.head_dim)
@@ -79,7 +78,7 @@ class PaddedHeadDimScale(Known):
 class MoreThan16Queries(Known):
     """BLOCK_Q = 16 // queries_per_kv, which is divided by."""
 
-    capabilities = declared("decode", "extend", **{**WIDE, "gqa_ratios": {2, 8, 32}})
+    capabilities = wide("decode", "extend", heads={"gqa_ratios": {2, 8, 32}})
 
     def run(self, q, kv, plan):
         block_q = 16 // plan.layer.q_per_kv
@@ -95,7 +94,7 @@ class MoreThan16Queries(Known):
 class ContiguousQuery(Known):
     """The query is taken as contiguous."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def query(self, q, plan):
         _, h, d = q.shape
@@ -106,7 +105,7 @@ class ContiguousQuery(Known):
 class ContiguousCacheWrite(Known):
     """The write takes the block stride alone; token and head strides are those of NHD."""
 
-    capabilities = declared("decode", "extend", **{**WIDE, "page_sizes": {16}}, kv_layouts={"nhd", "side-by-side-hnd"})
+    capabilities = wide("decode", "extend", kv_pool={"page_sizes": {16}, "kv_layouts": {"nhd", "side-by-side-hnd"}})
 
     def write_kv(self, k, v, plan):
         pages = self.context.group_of(plan.layer).kv_pool.get_kv_pages(plan.layer.layer_id)
@@ -121,7 +120,9 @@ class ContiguousCacheWrite(Known):
 class FlatTokenStride(Latent):
     """Base + slot * token stride; the page stride is ignored."""
 
-    capabilities = mla_capabilities("decode", page_sizes={16, 64}, kv_layouts={"nhd", "layers-in-block"})
+    capabilities = mla_capabilities(
+        "decode", kv_pool={"page_sizes": {16, 64}, "kv_layouts": {"nhd", "layers-in-block"}}
+    )
 
     def keys(self, kv, slots, plan):
         found = []
@@ -138,7 +139,7 @@ class FlatTokenStride(Latent):
 class NarrowOffset(Known):
     """Page * page stride overflows; scaled to 256 pages."""
 
-    capabilities = declared("decode", **{**WIDE, "page_sizes": {16}})
+    capabilities = wide("decode", kv_pool={"page_sizes": {16}})
 
     def slots(self, plan):
         offset = torch.arange(plan.page_size, device=plan.page_table.device)
@@ -153,7 +154,7 @@ class NarrowOffset(Known):
 class GroupPaddedSinks(Known):
     """Query heads are packed in groups of a power of two, sinks are not."""
 
-    capabilities = declared("decode", "extend", **{**WIDE, "gqa_ratios": {3, 4}}, sinks=True)
+    capabilities = wide("decode", "extend", heads={"gqa_ratios": {3, 4}}, options={"sinks": True})
 
     def sink_of(self, rows):
         layer = rows.layer
@@ -168,7 +169,7 @@ class GroupPaddedSinks(Known):
 class SpecStoreInOneBlock(Known):
     """All tokens of a step are stored in one physical block."""
 
-    capabilities = declared("decode", "target-verify", **{**WIDE, "page_sizes": {16, 64}})
+    capabilities = wide("decode", "target-verify", kv_pool={"page_sizes": {16, 64}})
 
     def write_kv(self, k, v, plan):
         if self.mode == "target-verify":
@@ -184,7 +185,7 @@ class SpecStoreInOneBlock(Known):
 class ShiftedAppend(Known):
     """T - 1 is taken as the past of several tokens."""
 
-    capabilities = declared("decode", "target-verify", **WIDE)
+    capabilities = wide("decode", "target-verify")
 
     def write_kv(self, k, v, plan):
         if self.mode == "target-verify":
@@ -199,7 +200,7 @@ class ShiftedAppend(Known):
 class DraftRowsNotStored(Known):
     """The first draft step has no write locations."""
 
-    capabilities = declared(*SPEC, **WIDE)
+    capabilities = wide(*SPEC)
 
     def write_kv(self, k, v, plan):
         if self.mode not in ("draft-extend", "draft-extend-v2"):

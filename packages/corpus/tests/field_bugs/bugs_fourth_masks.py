@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fourth_parents import WIDE, Known, windowed
-from plain_backends import declared
+from fourth_parents import Known, wide, windowed
 
 from attn_testkit_corpus.faults.catalogue import bug
 
@@ -13,7 +12,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 class TopLeftCausal(Known):
     """Prefill has kv_end = min(kv_len, row + 1), rows counted in the chunk."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def visible(self, index, rows):
         if not self.extends():
@@ -70,7 +69,7 @@ class FirstOffsetForAll(Known):
 class MaskEndsAt512(Known):
     """The attention mask is ignored past KV position 512."""
 
-    capabilities = declared("decode", **WIDE)
+    capabilities = wide("decode")
 
     def visible(self, index, rows):
         return super().visible(index, rows) | ((index >= 512) & (rows.kv_lens > 512)[:, None])
@@ -84,7 +83,7 @@ class MaskEndsAt512(Known):
 class SoftcapAfterMask(Known):
     """The soft cap comes after the mask, and masked keys get the logit -cap."""
 
-    capabilities = windowed("decode", "extend", logit_cap=True)
+    capabilities = windowed("decode", "extend", options={"logit_cap": True})
 
     def parts(self, scores, seen, v, rows):
         cap = rows.layer.logit_cap
@@ -124,7 +123,7 @@ class WindowNoWiderThanRows(Known):
 class PrefixNotSeen(Known):
     """Prefill attends the tokens of this forward alone."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def visible(self, index, rows):
         seen = super().visible(index, rows)
@@ -164,7 +163,7 @@ class UniformPast(Known):
 class UnboundedPartialBlock(Known):
     """The last block of 32 keys has no bounds check (vector kernels: few rows)."""
 
-    capabilities = declared("decode", **WIDE)
+    capabilities = wide("decode")
 
     def visible(self, index, rows):
         return index < ((rows.kv_lens + 31) // 32 * 32)[:, None]

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
-from fourth_parents import FP8, WIDE, Known, windowed
+from fourth_parents import FP8, Known, wide, windowed
 from plain_backends import WithoutCausalMask, declared
 from plain_splits import WithKVSplits
 from third_parents import Latent, Workspace, mla_capabilities
@@ -31,7 +31,7 @@ class LeadingTileMasked(Known):
 class EmptySplitNaN(Latent):
     """A split without keys is NaN; splits are planned for the batch's longest request."""
 
-    capabilities = mla_capabilities("decode", kv_dtypes=FP8)
+    capabilities = mla_capabilities("decode", kv_pool={"kv_dtypes": FP8})
 
     def parts(self, scores, seen, v, rows):
         parts = super().parts(scores, seen, v, rows)
@@ -51,7 +51,7 @@ class EmptySplitNaN(Latent):
 class SinksLostWithFp8(Known):
     """The shared reduction is given no sinks with FP8."""
 
-    capabilities = declared("decode", "extend", **WIDE, kv_dtypes=FP8, sinks=True)
+    capabilities = wide("decode", "extend", kv_pool={"kv_dtypes": FP8}, options={"sinks": True})
 
     def run(self, q, kv, plan):
         if kv[0].dtype == torch.float8_e4m3fn:
@@ -67,7 +67,7 @@ class SinksLostWithFp8(Known):
 class CapLostInPrefill(Known):
     """Prefill of other head dims than 128 takes a path without the cap."""
 
-    capabilities = declared("decode", "extend", **WIDE, logit_cap=True)
+    capabilities = wide("decode", "extend", options={"logit_cap": True})
 
     def cap(self, scores, layer):
         return scores if self.extends() and layer.head_dim != 128 else super().cap(scores, layer)
@@ -80,7 +80,7 @@ class CapLostInPrefill(Known):
 class ScalesNotApplied(Known):
     """The FA4 path gets no scales."""
 
-    capabilities = declared("decode", "extend", **WIDE, kv_dtypes=FP8)
+    capabilities = wide("decode", "extend", kv_pool={"kv_dtypes": FP8})
 
     def run(self, q, kv, plan):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, k_scale=1.0, v_scale=1.0)))
@@ -90,7 +90,7 @@ class ScalesNotApplied(Known):
 class ScaleFromHeads(Known):
     """Sm_scale = query.shape[1] ** -0.5."""
 
-    capabilities = declared("decode", "extend", **WIDE, any_scaling=False)
+    capabilities = wide("decode", "extend", options={"any_scaling": False})
 
     def scores(self, q, k, layer):
         return super().scores(q, k, replace(layer, scaling=q.shape[1] ** -0.5))
@@ -100,7 +100,7 @@ class ScaleFromHeads(Known):
 class Log2LseInDcp(WithKVSplits):
     """The decode kernel's LSE is log2, and passes for natural."""
 
-    capabilities = declared("decode", page_sizes={16}, lse=LogSumExp(base="e", pages={"decode"}))
+    capabilities = declared("decode", kv_pool={"page_sizes": {16}}, lse=LogSumExp(base="e", pages={"decode"}))
 
     def run_return_lse(self, q, kv, plan):
         out, lse = super().run_return_lse(q, kv, plan)
@@ -123,7 +123,7 @@ class MergeByPlainExp(WithKVSplits):
 class AdditiveMaskOnTail(Known):
     """The tail of the last block is masked by adding -inf."""
 
-    capabilities = declared("decode", **{**WIDE, "page_sizes": {16, 64}})
+    capabilities = wide("decode", kv_pool={"page_sizes": {16, 64}})
 
     def parts(self, scores, seen, v, rows):
         size = rows.plan.page_size
@@ -143,7 +143,7 @@ class AdditiveMaskOnTail(Known):
 class SpecTileMasked(Known):
     """A sub-sequence of which a row sees nothing gives NaN."""
 
-    capabilities = declared("decode", "target-verify", **WIDE)
+    capabilities = wide("decode", "target-verify")
 
     def parts(self, scores, seen, v, rows):
         parts = super().parts(scores, seen, v, rows)
@@ -159,7 +159,7 @@ class SpecTileMasked(Known):
 class ScaleOneForEncoders(WithoutCausalMask):
     """The fallback attention of encoders is called with scale 1."""
 
-    capabilities = declared("extend", **WIDE, non_causal={"extend"})
+    capabilities = wide("extend", options={"non_causal": {"extend"}})
 
     def scores(self, q, k, layer):
         return super().scores(q, k, layer if layer.causal else replace(layer, scaling=1.0))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from fourth_parents import WIDE, Known, OwnSlots, OwnStart
-from plain_backends import Planned, Rows, declared
+from fourth_parents import Known, OwnSlots, OwnStart, wide
+from plain_backends import Planned, Rows
 
 from attn_testkit_corpus.faults.catalogue import bug
 
@@ -54,7 +54,7 @@ class PaddedRowsStored(OwnSlots):
 class PlanOfFirstHeads(Known):
     """Planned with one head count; what is behind the planned work is not computed."""
 
-    capabilities = declared("decode", "extend", **WIDE, heads_by_layer=True)
+    capabilities = wide("decode", "extend", heads={"heads_by_layer": True})
 
     def finish(self, out, rows):
         planned = self.context.layers[0].tp_q_head_num
@@ -72,7 +72,7 @@ class PlanOfFirstHeads(Known):
 class LayerZeroAtInit(Known):
     """The constructor asks the pool for layer 0."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def __init__(self, context):
         super().__init__(context)
@@ -83,7 +83,7 @@ class LayerZeroAtInit(Known):
 class PlannedBeforePadding(Known):
     """Planned before the batch is padded; a row's request is row // (rows // requests)."""
 
-    capabilities = declared("decode", "target-verify", "draft-extend-v2", **WIDE, server={"takes_more_rows": True})
+    capabilities = wide("decode", "target-verify", "draft-extend-v2", server={"takes_more_rows": True})
 
     def rows_of(self, q, plan):
         bs = len(plan.kv_lens)
@@ -102,7 +102,7 @@ class PlannedBeforePadding(Known):
 class UniformByTotal(Known):
     """In eager a batch counts as uniform where its total of rows is a uniform one's."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
     width = 4
     eager = True
 
@@ -126,7 +126,7 @@ class UniformByTotal(Known):
 class UninitialisedTail(Known):
     """Rows of the last V tile hold what was there before, times weight 0."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def parts(self, scores, seen, v, rows):
         if self.extends():
@@ -143,7 +143,7 @@ class UninitialisedTail(Known):
 class IndicesOfOldSum(Known):
     """Kv_indices are sized by the seq_lens_sum from before the verify's bump."""
 
-    capabilities = declared("decode", "target-verify", **WIDE, needs_cpu_seq_lens=True)
+    capabilities = wide("decode", "target-verify", needs={"cpu_seq_lens": True})
     sum = None
 
     def init_forward_metadata(self, batch):
@@ -171,7 +171,7 @@ class IndicesOfOldSum(Known):
 class GridFromTotals(Known):
     """Longest request = rows - requests + 1; what is behind it is not launched."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def finish(self, out, rows):
         longest = len(out) - len(rows.plan.kv_lens) + 1
@@ -182,7 +182,7 @@ class GridFromTotals(Known):
 class OneVariantForAll(Known):
     """The output index of the variant that is compiled first is kept for the other."""
 
-    capabilities = declared("decode", **WIDE)
+    capabilities = wide("decode")
     compiled = None
 
     def run(self, q, kv, plan):
@@ -197,7 +197,7 @@ class OneVariantForAll(Known):
 class MaxTokensEight(Known):
     """A task has 8 tokens, however large the batch is."""
 
-    capabilities = declared("decode", "extend", **WIDE)
+    capabilities = wide("decode", "extend")
 
     def finish(self, out, rows):
         return torch.where((rows.place < 8)[:, None, None], out, 0.0) if self.extends() else out

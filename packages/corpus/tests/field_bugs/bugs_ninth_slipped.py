@@ -15,7 +15,9 @@ VERIFY = {"target-verify", "decode"}
 class OfGroups(TorchNativeBackend):
     """Healthy: trees and windows, each KV group with a pool of its own."""
 
-    capabilities = declared(*VERIFY, max_topk=4, kv_groups=True, windows={"modes": VERIFY, "in_trees": True})
+    capabilities = declared(
+        *VERIFY, bounds={"max_topk": 4}, kv_pool={"kv_groups": True}, windows={"modes": VERIFY, "in_trees": True}
+    )
 
 
 @bug(
@@ -68,9 +70,13 @@ class Rebased(Tiled):
     """Healthy: on the host, for each KV group, rows of prompts are counted from behind those that decode in front."""
 
     capabilities = declared(
-        "extend", graph=(), page_sizes={16}, kv_groups=True, windows={"extend"}, needs_cpu_seq_lens=True,
-        max_context_len=2048,
-    )  # fmt: skip
+        "extend",
+        graph=(),
+        kv_pool={"page_sizes": {16}, "kv_groups": True},
+        windows={"extend"},
+        needs={"cpu_seq_lens": True},
+        bounds={"max_context_len": 2048},
+    )
 
     def init_forward_metadata(self, batch):
         bs = batch.batch_size

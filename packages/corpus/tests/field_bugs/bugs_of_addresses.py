@@ -18,7 +18,7 @@ VERIFY = "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-chain7-contiguous-mean-b3prod"
 class NoLoopForSmallHeads(Tiled):
     """The loop over values runs head_dim / 16 / 4 times: for head dim 32 not at all."""
 
-    capabilities = declared("decode", "extend", head_dims={32, 64, 128})
+    capabilities = declared("decode", "extend", heads={"head_dims": {32, 64, 128}})
 
     def finish(self, out, rows):
         return out if rows.layer.head_dim // 16 // 4 else torch.empty_like(out)
@@ -30,7 +30,7 @@ class HeadsSwizzledAsASquare(Tiled):
     others never.
     """
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 4}})
 
     def finish(self, out, rows):
         group, heads = rows.layer.q_per_kv, rows.layer.tp_q_head_num
@@ -46,7 +46,7 @@ class HeadsSwizzledAsASquare(Tiled):
 class KVHeadByNumberOfKVHeads(Tiled):
     """A query head's KV head is head // KV heads, where it is head // group."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 4}})
 
     def kv_head(self, layer, device):
         heads = torch.arange(layer.tp_q_head_num, device=device) // layer.tp_k_head_num
@@ -74,7 +74,7 @@ class PageOfOnePackedAsTwo(Tiled):
 class BlockSizeFromNumberOfHeads(Tiled):
     """The cache writer takes the block size from a dimension that holds the number of heads in hnd."""
 
-    capabilities = declared("decode", "extend", kv_layouts={"nhd", "hnd"}, page_sizes={16})
+    capabilities = declared("decode", "extend", kv_pool={"kv_layouts": {"nhd", "hnd"}, "page_sizes": {16}})
 
     def write_kv(self, k, v, plan):
         pool = self.context.group_of(plan.layer).kv_pool
@@ -98,7 +98,7 @@ class BlockSizeFromNumberOfHeads(Tiled):
 class WriterWalksOverTheEndOfAPage(Tiled):
     """The writer goes one row on for the second of two tokens that follow each other, over the end of a page."""
 
-    capabilities = declared("decode", "extend", kv_layouts={"nhd", "hnd"}, page_sizes={16})
+    capabilities = declared("decode", "extend", kv_pool={"kv_layouts": {"nhd", "hnd"}, "page_sizes": {16}})
 
     def write_kv(self, k, v, plan):
         pool = self.context.group_of(plan.layer).kv_pool
@@ -122,7 +122,7 @@ class WriterWalksOverTheEndOfAPage(Tiled):
 class TwoPagesTakenForOneBlock(Tiled):
     """A block of the mask is two pages, and they are taken to lie behind each other in memory."""
 
-    capabilities = declared("decode", "extend", page_sizes={16, 32})
+    capabilities = declared("decode", "extend", kv_pool={"page_sizes": {16, 32}})
 
     def slots(self, plan):
         if plan.page_size >= 32:
@@ -138,7 +138,7 @@ class TwoPagesTakenForOneBlock(Tiled):
 class GroupsOfMoreThanEight(Tiled):
     """In groups of more than 8 the heads from the ninth on get results of the first ones."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={4, 8, 16})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {4, 8, 16}})
 
     def finish(self, out, rows):
         group = rows.layer.q_per_kv
@@ -150,7 +150,7 @@ class GroupsOfMoreThanEight(Tiled):
 class GroupPaddedToPowerOfTwo(Tiled):
     """The group is padded to a power of 2, so groups of 3 and 6 read wrong KV heads."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 3, 4, 6})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 3, 4, 6}})
 
     def kv_head(self, layer, device):
         return torch.arange(layer.tp_q_head_num, device=device) // (1 << (layer.q_per_kv - 1).bit_length())
@@ -164,7 +164,7 @@ class GroupPaddedToPowerOfTwo(Tiled):
 class ValuesWalkByTheirOwnWidth(Tiled):
     """MLA: keys go on by the width of keys, values by that of values, and drift behind the first block."""
 
-    capabilities = declared("decode", families={"mla"}, gqa_ratios={4, 16}, head_dims={512})
+    capabilities = declared("decode", heads={"families": {"mla"}, "gqa_ratios": {4, 16}, "head_dims": {512}})
 
     def keys(self, kv, slots, plan):
         k, _ = super().keys(kv, slots, plan)
@@ -214,7 +214,7 @@ class SingleTokensExpectedFirst(Tiled):
 class PagesOfABranchTakenAsContiguous(Tiled):
     """The pages of a draft's branch are taken to lie behind its first one in memory."""
 
-    capabilities = declared("draft-decode", max_draft_branches=2)
+    capabilities = declared("draft-decode", bounds={"max_draft_branches": 2})
 
     def slots(self, plan):
         size, right = plan.page_size, super().slots(plan)
@@ -230,7 +230,7 @@ class PagesOfABranchTakenAsContiguous(Tiled):
 class StridesFromShapesAtHeadDim256(Tiled):
     """The kernel of head dim 256 takes strides from shapes: queries that are a view are read wrongly."""
 
-    capabilities = declared("decode", "extend", head_dims={64, 256})
+    capabilities = declared("decode", "extend", heads={"head_dims": {64, 256}})
 
     def query(self, q, plan):
         _, heads, dim = q.shape
@@ -272,7 +272,13 @@ class AppendedByNumberOfQueryHeads(Tiled):
 class SecondHalfOfPagesIgnored(Tiled):
     """A row of values has more vectors than a warp has lanes: values of the second half of a page are ignored."""
 
-    capabilities = declared("decode", "extend", dtypes={"fp32", "bf16"}, head_dims={64, 256}, page_sizes={16})
+    capabilities = declared(
+        "decode",
+        "extend",
+        precision={"dtypes": {"fp32", "bf16"}},
+        heads={"head_dims": {64, 256}},
+        kv_pool={"page_sizes": {16}},
+    )
 
     def weigh(self, p, v):
         if self.context.dtype is torch.float32 and v.shape[-1] > 128:
@@ -297,7 +303,9 @@ class Fp8LatentWrittenUnscaled(Tiled):
     """A latent of FP8 is written with scale 1, and read with the scale of keys in the first product alone."""
 
     capabilities = declared(
-        "decode", families={"mla"}, gqa_ratios={4, 16}, head_dims={512}, kv_dtypes={"fp8_e4m3", "same"}
+        "decode",
+        heads={"families": {"mla"}, "gqa_ratios": {4, 16}, "head_dims": {512}},
+        kv_pool={"kv_dtypes": {"fp8_e4m3", "same"}},
     )
 
     def write_kv(self, k, v, plan):

@@ -166,7 +166,7 @@ class WindowBlocksCountedFromItsLength(Tiled):
 class WindowOfTheFirstDraftStep(Tiled):
     """Where the window begins is not computed again between forwards of a draft."""
 
-    capabilities = declared("draft-decode", max_draft_branches=2, windows={"draft-decode"})
+    capabilities = declared("draft-decode", bounds={"max_draft_branches": 2}, windows={"draft-decode"})
 
     def visible(self, index, rows):
         start = self.window_start(rows) - rows.plan.step.draft.step
@@ -177,7 +177,7 @@ class WindowOfTheFirstDraftStep(Tiled):
 class KeysCutToAsManyAsRows(WithoutCausalMask):
     """Without a causal mask keys are cut to as many as the block has rows."""
 
-    capabilities = declared("extend", non_causal={"extend"})
+    capabilities = declared("extend", options={"non_causal": {"extend"}})
 
     def visible(self, index, rows):
         if rows.layer.causal:

@@ -15,7 +15,7 @@ NEGATIVE = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b6small"
 class SoftCapBehindTheTail(Tiled):
     """The tail of the last tile is minus infinity before the soft cap: each of its keys weighs exp(-cap) in decode."""
 
-    capabilities = declared("decode", "extend", logit_cap=True)
+    capabilities = declared("decode", "extend", options={"logit_cap": True})
 
     def parts(self, scores, seen, v, rows):
         parts = super().parts(scores, seen, v, rows)
@@ -74,7 +74,7 @@ class MergedWithCountOfKVHeads(Tiled):
 class SinkTwiceBehindAnEmptySplit(Tiled):
     """An empty first split publishes the sink, and the first one with work begins with it again."""
 
-    capabilities = declared("decode", "extend", sinks=True, windows={"decode", "extend"})
+    capabilities = declared("decode", "extend", options={"sinks": True}, windows={"decode", "extend"})
 
     def merge(self, parts, rows):
         if rows.layer.sinks is None:
@@ -104,7 +104,7 @@ class FixedPhi(Tiled):
 class SinkByRowModuloHeads(Tiled):
     """The sink of (head, row) is that of its flat index modulo heads: right for one row."""
 
-    capabilities = declared("decode", "extend", sinks=True)
+    capabilities = declared("decode", "extend", options={"sinks": True})
 
     def sink_of(self, rows):
         heads = rows.layer.tp_q_head_num
@@ -116,7 +116,7 @@ class SinkByRowModuloHeads(Tiled):
 class SinkForTheFirstRowAlone(Tiled):
     """Rows are flattened as (token, head) and sinks reach the first group: later rows of a verify have none."""
 
-    capabilities = declared("decode", "target-verify", sinks=True)
+    capabilities = declared("decode", "target-verify", options={"sinks": True})
 
     def sink_of(self, rows):
         return super().sink_of(rows).masked_fill(rows.place[:, None] > 0, -torch.inf)
@@ -126,7 +126,7 @@ class SinkForTheFirstRowAlone(Tiled):
 class PagesPaddedToTiles(Tiled):
     """Pages of fewer than 32 slots are padded with keys of zeros, and each weighs exp(0)."""
 
-    capabilities = declared("decode", "extend", page_sizes={16, 32})
+    capabilities = declared("decode", "extend", kv_pool={"page_sizes": {16, 32}})
 
     def merge(self, parts, rows):
         size = rows.plan.page_size
@@ -153,7 +153,7 @@ class ReductionOfAllSplits(Tiled):
 class SumOfValuesInFp16(Tiled):
     """Weighted values are summed in fp16, which large values overflow."""
 
-    capabilities = declared("decode", "extend", dtypes={"bf16", "fp16"})
+    capabilities = declared("decode", "extend", precision={"dtypes": {"bf16", "fp16"}})
 
     def weigh(self, p, v):
         return super().weigh(p, v).half().float()
@@ -211,7 +211,7 @@ class MaximumOfTheDefaultScale(TwoParts):
 class SinkInASplitWithoutAKey(Tiled):
     """The split that adds the sink has no key for a row: exp(sink + 1e5) is infinite."""
 
-    capabilities = declared("decode", "target-verify", sinks=True, windows={"decode", "target-verify"})
+    capabilities = declared("decode", "target-verify", options={"sinks": True}, windows={"decode", "target-verify"})
 
     def merge(self, parts, rows):
         out, lse = super().merge(parts, rows)
@@ -226,7 +226,7 @@ class SinkInASplitWithoutAKey(Tiled):
 class LogitsInFp16(Tiled):
     """Products of queries and keys are summed in fp16, which they overflow."""
 
-    capabilities = declared("decode", "extend", dtypes={"fp16"})
+    capabilities = declared("decode", "extend", precision={"dtypes": {"fp16"}})
 
     def scores(self, q, k, layer):
         return torch.einsum("thd,tshd->ths", q.float(), k.float()).half().float() * layer.scaling
@@ -247,7 +247,7 @@ class LseOfOneSplitNotWritten(WithLse):
 class Bf16RowsMadeFp16(Tiled):
     """Rows of bf16 are made fp16 for the kernel, which does not hold large ones."""
 
-    capabilities = declared("decode", page_sizes={16})
+    capabilities = declared("decode", kv_pool={"page_sizes": {16}})
 
     def query(self, q, plan):
         return q.half()

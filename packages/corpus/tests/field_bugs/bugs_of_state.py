@@ -17,7 +17,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 class KernelChosenAtCapture(Tiled):
     """The kernel is chosen by the lengths at capture, and the one for short contexts has 1,024 keys."""
 
-    capabilities = declared("decode", needs_cpu_seq_lens=True)
+    capabilities = declared("decode", needs={"cpu_seq_lens": True})
     short = False
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
@@ -56,7 +56,7 @@ class IndptrOfTheGraphNotRefreshed(Planned):
 class ScratchOfTheClass(Tiled):
     """The scratch memory is the class's, and replaced when another instance has another shape."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 4}})
     scratch = None
 
     def weigh(self, p, v):
@@ -74,7 +74,7 @@ class ScratchOfTheClass(Tiled):
 class LastInstanceDecides(Tiled):
     """The constructor writes a setting of the process: all instances read that of the last one."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 4}})
     group = 0
 
     def __init__(self, context):

@@ -12,7 +12,7 @@ from attn_testkit_corpus.faults.catalogue import bug, helper
 class PageTooManyAtABoundary(Tiled):
     """The page list has a page too many when the keys fill the last one, and the length is counted from pages."""
 
-    capabilities = declared("decode", "extend", page_sizes={16})
+    capabilities = declared("decode", "extend", kv_pool={"page_sizes": {16}})
 
     def visible(self, index, rows):
         if rows.plan.max_q_len > 1:
@@ -65,7 +65,7 @@ class PrefixReadAsContiguous(Tiled):
 class OffsetOfTileInPageMissing(Tiled):
     """A page of 64 is four tiles of 16 (1024 and 256 there), and the tile's offset in its page is not added."""
 
-    capabilities = declared("decode", page_sizes={16, 64})
+    capabilities = declared("decode", kv_pool={"page_sizes": {16, 64}})
 
     def slots(self, plan):
         size = plan.page_size
@@ -81,7 +81,7 @@ class OffsetOfTileInPageMissing(Tiled):
 class TileStraddlesPages(Tiled):
     """A tile of 40 keys (160 there) takes what lies behind its first key's page, of 64 (256 there)."""
 
-    capabilities = declared("extend", page_sizes={64})
+    capabilities = declared("extend", kv_pool={"page_sizes": {64}})
 
     def slots(self, plan):
         right = super().slots(plan)
@@ -99,7 +99,7 @@ class TileStraddlesPages(Tiled):
 class GroupsSwappedWithOldStrides(Tiled):
     """With one query row, rows and heads are swapped for groups and KV heads, and strides stay the old ones."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4})
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 4}})
 
     def run(self, q, kv, plan):
         group, heads = plan.layer.q_per_kv, plan.layer.tp_k_head_num
@@ -119,7 +119,7 @@ class GroupsSwappedWithOldStrides(Tiled):
 class StrideOf128Heads(Tiled):
     """The kernel has 128 heads built in: queries of request b are read 128 heads behind those of the one before."""
 
-    capabilities = declared("decode", families={"mla"}, gqa_ratios={16, 128}, head_dims={512})
+    capabilities = declared("decode", heads={"families": {"mla"}, "gqa_ratios": {16, 128}, "head_dims": {512}})
 
     def query(self, q, plan):
         t, heads, dim = q.shape
@@ -135,7 +135,7 @@ class StrideOf128Heads(Tiled):
 class DraftTableOfLogicalPages(Tiled):
     """The draft's table has ids of pages of 32, and the kernel takes them for pages of 16."""
 
-    capabilities = declared("draft-decode", "decode", page_sizes={32})
+    capabilities = declared("draft-decode", "decode", kv_pool={"page_sizes": {32}})
 
     def slots(self, plan):
         if plan.step.draft is None:
@@ -150,7 +150,7 @@ class DraftTableOfLogicalPages(Tiled):
 class WindowPagesRunOffTheTable(Tiled):
     """Pages of a window are gathered from its first one on, as many as it may have; nothing clips them."""
 
-    capabilities = declared("decode", page_sizes={16}, windows={"decode"})
+    capabilities = declared("decode", kv_pool={"page_sizes": {16}}, windows={"decode"})
 
     def slots(self, plan):
         right, window = super().slots(plan), plan.layer.sliding_window_size
@@ -342,7 +342,7 @@ class ScratchOfOutputWidth(Tiled):
 class Fp8TilesBeyondScratch(Tiled):
     """With an FP8 pool a tile has 32 rows, and its scratch has room for 16."""
 
-    capabilities = declared("decode", "extend", kv_dtypes={"same", "fp8_e4m3"})
+    capabilities = declared("decode", "extend", kv_pool={"kv_dtypes": {"same", "fp8_e4m3"}})
 
     def finish(self, out, rows):
         if self.context.kv_pool.dtype.itemsize > 1 or rows.plan.max_q_len == 1:

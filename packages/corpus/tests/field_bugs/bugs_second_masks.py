@@ -16,7 +16,7 @@ class TreeMaskAboveTheTileAlone(Tiled):
     Tiles of rows have 4 here, more there.
     """
 
-    capabilities = declared("decode", "target-verify", max_topk=4)
+    capabilities = declared("decode", "target-verify", bounds={"max_topk": 4})
 
     def visible(self, index, rows):
         seen = super().visible(index, rows)
@@ -30,7 +30,7 @@ class TreeMaskAboveTheTileAlone(Tiled):
 class TreeMaskOffsetTwice(Tiled):
     """A request's offset into the mask is added twice."""
 
-    capabilities = declared("decode", "target-verify", max_topk=4)
+    capabilities = declared("decode", "target-verify", bounds={"max_topk": 4})
 
     def visible(self, index, rows):
         mask = rows.plan.mask
@@ -78,7 +78,7 @@ class PartitionsOfTheLongest(Tiled):
 class TailCountedWithoutCausal(WithoutCausalMask):
     """Without a causal mask lanes behind the length are not masked: zeros up to the tile's end count."""
 
-    capabilities = declared("extend", non_causal={"extend"})
+    capabilities = declared("extend", options={"non_causal": {"extend"}})
 
     def merge(self, parts, rows):
         if rows.layer.causal:
@@ -123,7 +123,7 @@ class GlobalLengthsOnARank(WithKVSplits):
 class HostLengthsChangedInPlace(Tiled):
     """The plan of an extend takes the new rows off the server's own list of lengths."""
 
-    capabilities = declared("extend", needs_cpu_seq_lens=True)
+    capabilities = declared("extend", needs={"cpu_seq_lens": True})
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         super().init_forward_metadata_out_graph(batch, in_capture)
@@ -136,7 +136,9 @@ class HostLengthsChangedInPlace(Tiled):
 class SameRowForOddWidths(Tiled):
     """Rows of a request have one output where their number is no power of two."""
 
-    capabilities = declared("decode", "target-verify", families={"mla"}, gqa_ratios={16}, head_dims={512})
+    capabilities = declared(
+        "decode", "target-verify", heads={"families": {"mla"}, "gqa_ratios": {16}, "head_dims": {512}}
+    )
 
     def finish(self, out, rows):
         n = rows.plan.max_q_len
@@ -150,7 +152,7 @@ class MaskOneKeyLonger(Tiled):
     """The mask of a window has a key more than there are, once the window is shorter than the context."""
 
     capabilities = declared(
-        "decode", "target-verify", graph=(), windows={"decode", "target-verify"}, needs_cpu_seq_lens=True
+        "decode", "target-verify", graph=(), windows={"decode", "target-verify"}, needs={"cpu_seq_lens": True}
     )
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):

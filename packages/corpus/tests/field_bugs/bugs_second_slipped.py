@@ -21,7 +21,9 @@ class LseOfFoldedHeads(WithLse):
     """More than 16 heads are folded to 16, and the log-sum-exp of the fold is given."""
 
     capabilities = declared(
-        "decode", families={"mla"}, gqa_ratios={16, 32, 128}, head_dims={512}, lse=LogSumExp(base="e", whole={"decode"})
+        "decode",
+        heads={"families": {"mla"}, "gqa_ratios": {16, 32, 128}, "head_dims": {512}},
+        lse=LogSumExp(base="e", whole={"decode"}),
     )
 
     def given_lse(self, lse, parts):
@@ -38,9 +40,11 @@ class MergeLaunchOverCap(WithKVSplits):
     """The merge has a thread for each head and lane in one block, which takes 1024."""
 
     capabilities = declared(
-        "decode", families={"mla"}, gqa_ratios={16, 128}, head_dims={512}, page_sizes={16},
+        "decode",
+        heads={"families": {"mla"}, "gqa_ratios": {16, 128}, "head_dims": {512}},
+        kv_pool={"page_sizes": {16}},
         lse=LogSumExp(base="e", pages={"decode"}, merges=True),
-    )  # fmt: skip
+    )
 
     def merge_state(self, out_a, lse_a, out_b, lse_b):
         if out_a.shape[1] * 32 > 1024:
@@ -73,7 +77,9 @@ class StatsBeyondWorkspace(WithLse):
 class NaNAtSixteenPages(Tiled):
     """FP8 and groups of 16: 0 / 0 where a request has 16 pages, the last one not full."""
 
-    capabilities = declared("decode", gqa_ratios={8, 16}, kv_dtypes={"fp8_e4m3"}, page_sizes={16})
+    capabilities = declared(
+        "decode", heads={"gqa_ratios": {8, 16}}, kv_pool={"kv_dtypes": {"fp8_e4m3"}, "page_sizes": {16}}
+    )
 
     def finish(self, out, rows):
         keys = rows.kv_lens

@@ -44,7 +44,9 @@ class MoreSplitsThanLanes(Tiled):
 class SinkNotShifted(Tiled):
     """Probabilities of FP8 are 2^8 times as large in the sum, and the sink is not."""
 
-    capabilities = declared("decode", "extend", kv_dtypes=FP8, matmul_dtype="fp8_e4m3", sinks=True)
+    capabilities = declared(
+        "decode", "extend", kv_pool={"kv_dtypes": FP8}, precision={"matmul_dtype": "fp8_e4m3"}, options={"sinks": True}
+    )
 
     def sink_of(self, rows):
         return super().sink_of(rows) - 8 * 0.6931471805599453
@@ -54,7 +56,7 @@ class SinkNotShifted(Tiled):
 class SinksReadAsBf16(Tiled):
     """The sinks of float32 are read as if they were bfloat16."""
 
-    capabilities = declared("decode", "extend", sinks=True)
+    capabilities = declared("decode", "extend", options={"sinks": True})
 
     def sink_of(self, rows):
         sinks = rows.layer.sinks
@@ -76,7 +78,7 @@ class BoundaryTileFromTheCache(RowsAsGiven):
 class Fp8RoundedTwice(Tiled):
     """Rows are cut off to fp16 before they are rounded to FP8: quotients of bf16 rows never show it."""
 
-    capabilities = declared("decode", "extend", kv_dtypes=FP8, dtypes={"fp16", "fp32"})
+    capabilities = declared("decode", "extend", kv_pool={"kv_dtypes": FP8}, precision={"dtypes": {"fp16", "fp32"}})
 
     def write_kv(self, k, v, plan):
         layer = plan.layer
@@ -95,7 +97,7 @@ class Fp8RoundedTwice(Tiled):
 class FnuzBytes(Tiled):
     """The pool's bytes are read as another FP8 format, in which they are half as much."""
 
-    capabilities = declared("decode", "extend", kv_dtypes=FP8)
+    capabilities = declared("decode", "extend", kv_pool={"kv_dtypes": FP8})
 
     def keys(self, kv, slots, plan):
         found = super().keys(tuple(side.view(torch.uint8) for side in kv), slots, plan)
@@ -106,7 +108,7 @@ class FnuzBytes(Tiled):
 class DescaleDroppedForFp8Queries(Tiled):
     """With queries of FP8 the scales of K and V are not applied."""
 
-    capabilities = declared("decode", "extend", kv_dtypes=FP8, matmul_dtype="fp8_e4m3")
+    capabilities = declared("decode", "extend", kv_pool={"kv_dtypes": FP8}, precision={"matmul_dtype": "fp8_e4m3"})
 
     def run(self, q, kv, plan):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, k_scale=1.0, v_scale=1.0)))

@@ -16,7 +16,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 class LongestOfNoRequests(Tiled):
     """An eager plan takes the longest of no requests."""
 
-    capabilities = declared("draft-extend-v2", needs_cpu_seq_lens=True, server={"takes_empty_batches": True})
+    capabilities = declared("draft-extend-v2", needs={"cpu_seq_lens": True}, server={"takes_empty_batches": True})
 
     def init_forward_metadata(self, batch):
         self.longest = batch.seq_lens_cpu.max().item()
@@ -27,7 +27,11 @@ class LongestOfNoRequests(Tiled):
 class FoldedHeadsReturnNothing(Tiled):
     """FP8 and 32 heads: the fold to 16 returns an empty output."""
 
-    capabilities = declared("decode", families={"mla"}, gqa_ratios={16, 32}, head_dims={512}, kv_dtypes={"fp8_e4m3"})
+    capabilities = declared(
+        "decode",
+        heads={"families": {"mla"}, "gqa_ratios": {16, 32}, "head_dims": {512}},
+        kv_pool={"kv_dtypes": {"fp8_e4m3"}},
+    )
 
     def finish(self, out, rows):
         return torch.empty_like(out) if rows.layer.tp_q_head_num == 32 else out
@@ -64,7 +68,12 @@ class PlanKeptByClampedLengths(Tiled):
 class LengthsInPages(Tiled):
     """Slots are listed by token, and how many there are is counted in pages in an extend."""
 
-    capabilities = declared("decode", "extend", families={"mla"}, gqa_ratios={16}, head_dims={512}, page_sizes={1, 16})
+    capabilities = declared(
+        "decode",
+        "extend",
+        heads={"families": {"mla"}, "gqa_ratios": {16}, "head_dims": {512}},
+        kv_pool={"page_sizes": {1, 16}},
+    )
 
     def visible(self, index, rows):
         seen = super().visible(index, rows)

@@ -26,10 +26,13 @@ class OfTwoModes(SplitKV):
 
     mode = None
     capabilities = SplitKV.capabilities.with_changes(
-        eager={"decode", "extend"}, graph={"decode", "extend"}, max_topk=0,
+        eager={"decode", "extend"},
+        graph={"decode", "extend"},
+        bounds={"max_topk": 0, "max_draft_branches": 1},
         windows={"modes": {"decode", "extend"}, "in_trees": False},
-        max_draft_branches=1, dtypes={"bf16"}, kv_groups=True,
-    )  # fmt: skip
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_groups": True},
+    )
 
     def init_forward_metadata_in_graph(self, batch):
         self.mode = batch.forward_mode

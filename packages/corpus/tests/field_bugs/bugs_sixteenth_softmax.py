@@ -9,8 +9,8 @@ from copy import copy
 from dataclasses import replace
 
 import torch
-from fourth_parents import FP8, WIDE, Known
-from plain_backends import TwoParts, declared
+from fourth_parents import FP8, Known, wide
+from plain_backends import TwoParts
 from torch.nn.functional import pad
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
@@ -18,11 +18,10 @@ from attn_testkit.contract import CrossAttention, LogSumExp, TreeMaskMode, Verif
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 DRAFT_EXTENDS = ("draft-extend", "draft-extend-v2")
-MLA = {"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}, "page_sizes": {1, 16, 64}}
-
-
-def can(*modes, **more):
-    return declared(*modes, **{**WIDE, **more})
+MLA = {
+    "heads": {"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}},
+    "kv_pool": {"page_sizes": {1, 16, 64}},
+}
 
 
 def changed(batch, **fields):
@@ -41,7 +40,7 @@ def unwritten(out, rows):
 class Native(TorchNativeBackend):
     """``torch_native`` that knows its mode, and whether a graph is made or replayed."""
 
-    capabilities = can("decode", "extend")
+    capabilities = wide("decode", "extend")
     eager = True
 
     def init_forward_metadata(self, batch):
@@ -70,8 +69,8 @@ class Native(TorchNativeBackend):
 class PlanOfCapture(Native):
     """Lengths and slots of layers that are not causal are those of the capture, in tensors of that plan."""
 
-    capabilities = can(
-        "decode", "target-verify", non_causal={"target-verify"}, server={"takes_bare_chains": True},
+    capabilities = wide(
+        "decode", "target-verify", options={"non_causal": {"target-verify"}}, server={"takes_bare_chains": True},
     )  # fmt: skip
     frozen = None
 
@@ -106,7 +105,9 @@ class PlanOfCapture(Native):
 class NoSinksInFp8(Native):
     """A decode over an FP8 pool leaves the sinks out."""
 
-    capabilities = can("decode", "extend", kv_dtypes=FP8, sinks=True, windows={"decode", "extend"})
+    capabilities = wide(
+        "decode", "extend", kv_pool={"kv_dtypes": FP8}, options={"sinks": True}, windows={"decode", "extend"}
+    )
 
     def _attend(self, q, layer, seen):
         if self.mode.is_decode() and self.is_fp8():
@@ -123,7 +124,9 @@ class NoSinksInFp8(Native):
 class NoScalesInDecode(Native):
     """A decode of MLA stores and reads FP8 rows as if their scale was 1."""
 
-    capabilities = can("decode", "extend", **{**MLA, "gqa_ratios": {8, 16}}, kv_dtypes=FP8)
+    capabilities = wide("decode", "extend", **MLA).with_changes(
+        heads={"gqa_ratios": {8, 16}}, kv_pool={"kv_dtypes": FP8}
+    )
 
     def forward(self, q, k, v, layer, batch, save_kv_cache=True, out=None):
         if batch.forward_mode.is_decode() and self.is_fp8():
@@ -141,7 +144,7 @@ class NoScalesInDecode(Native):
 class LengthsOfCapture(Native):
     """A replay of a decode attends as many keys as the capture had; slots are the replay's."""
 
-    capabilities = can("decode", "extend", graph={"decode"})
+    capabilities = wide("decode", "extend", graph={"decode"})
 
     def __init__(self, context):
         super().__init__(context)
@@ -159,7 +162,7 @@ class LengthsOfCapture(Native):
 class HostLengths(Native):
     """Keys of a verify are counted on the host; its drafts are chains."""
 
-    capabilities = can("decode", "target-verify", needs_cpu_seq_lens=True)
+    capabilities = wide("decode", "target-verify", needs={"cpu_seq_lens": True})
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
@@ -205,7 +208,7 @@ class DraftCountedTwice(HostLengths):
 class BlocksOfTwoWidths(Native):
     """In a decode of MLA the value of the o-th key of block b is that of key b * Dv + o; behind Dv there is none."""
 
-    capabilities = can("decode", "extend", **{**MLA, "gqa_ratios": {8, 16}})
+    capabilities = wide("decode", "extend", **MLA).with_changes(heads={"gqa_ratios": {8, 16}})
 
     def _sum(self, p, values, seen):
         width, narrow = self.context.layers[0].head_dim, values.shape[-1]
@@ -229,7 +232,7 @@ class StoresFromLastWindow(Native):
     """
 
     QUERIES = 32
-    capabilities = can("decode", "extend", windows={"decode", "extend"})
+    capabilities = wide("decode", "extend", windows={"decode", "extend"})
 
     def forward(self, q, k, v, layer, batch, save_kv_cache=True, out=None):
         skips = batch.forward_mode == "extend" and layer.sliding_window_size >= 0 and save_kv_cache
@@ -264,10 +267,13 @@ class StoresFromLastWindow(Native):
 class SinksPaddedAtTheEnd(Native):
     """With an odd number of query heads for a KV head, those of later KV heads have the sinks of others."""
 
-    capabilities = can(
-        "decode", "extend", families={"mha", "gqa"}, gqa_ratios={2, 4, 5, 7, 8}, sinks=True,
+    capabilities = wide(
+        "decode",
+        "extend",
+        heads={"families": {"mha", "gqa"}, "gqa_ratios": {2, 4, 5, 7, 8}},
+        options={"sinks": True},
         windows={"decode", "extend"},
-    )  # fmt: skip
+    )
 
     def _masked(self, logits, seen, layer):
         if layer.sinks is not None:
@@ -287,7 +293,7 @@ class SinksPaddedAtTheEnd(Native):
 class BoundsOfAllRanks(Native):
     """In a draft-extend the n-th key of a rank is visible if n is not behind the row's place among all keys."""
 
-    capabilities = can(
+    capabilities = wide(
         "decode", *DRAFT_EXTENDS, lse=LogSumExp(
             base="e", **{kind: {"decode", *DRAFT_EXTENDS} for kind in ("whole", "pages", "tokens")}
         ),
@@ -316,7 +322,7 @@ class BoundsOfAllRanks(Native):
 class WindowAnchoredAtFirstRow(Native):
     """All rows of a draft block begin at the window of the block's first row."""
 
-    capabilities = can(
+    capabilities = wide(
         "decode", "target-verify", windows={"decode", "target-verify"}, server={"takes_bare_chains": True}
     )
 
@@ -336,7 +342,9 @@ class MetadataOfUnfolded(Native):
     """32 heads run as two requests of 16, whose partial results are counted by the list of the real requests."""
 
     SPLIT = 64
-    capabilities = can("decode", "extend", **{**MLA, "gqa_ratios": {16, 32}}, kv_dtypes=FP8)
+    capabilities = wide("decode", "extend", **MLA).with_changes(
+        heads={"gqa_ratios": {16, 32}}, kv_pool={"kv_dtypes": FP8}
+    )
 
     def _masked(self, logits, seen, layer):
         logits = super()._masked(logits, seen, layer)
@@ -355,7 +363,9 @@ class MetadataOfUnfolded(Native):
 class OneRowPerRequest(Native):
     """Rows of a verify have no causal bounds of their own: each sees all keys of its request."""
 
-    capabilities = can("decode", "target-verify", **{**MLA, "gqa_ratios": {8, 16}}, kv_dtypes=FP8)
+    capabilities = wide("decode", "target-verify", **MLA).with_changes(
+        heads={"gqa_ratios": {8, 16}}, kv_pool={"kv_dtypes": FP8}
+    )
 
     def _in_window(self, layer):
         seen = super()._in_window(layer)
@@ -369,7 +379,7 @@ class OneRowPerRequest(Native):
 class SecondFoldOfFour(Native):
     """Rows behind the fourth have the bounds of the rows four before them."""
 
-    capabilities = can("decode", "target-verify", **{**MLA, "gqa_ratios": {8, 16, 32}})
+    capabilities = wide("decode", "target-verify", **MLA).with_changes(heads={"gqa_ratios": {8, 16, 32}})
 
     def _in_window(self, layer):
         seen = super()._in_window(layer)
@@ -383,7 +393,7 @@ class OneHeadWithoutWindow(Native):
     """In a verify of 8 rows over FP8 one head of the last row has no window, if one in four lengths is met."""
 
     MODES = ("target-verify",)
-    capabilities = can("decode", "target-verify", kv_dtypes=FP8, windows={"decode", "target-verify"})
+    capabilities = wide("decode", "target-verify", kv_pool={"kv_dtypes": FP8}, windows={"decode", "target-verify"})
 
     def _attend(self, q, layer, seen):
         out, logits = super()._attend(q, layer, seen)
@@ -403,7 +413,7 @@ class OneHeadWithoutWindow(Native):
 class FinitePadding(Known):
     """Padded requests have no rows, and rows behind the last live one get zeros."""
 
-    capabilities = can(
+    capabilities = wide(
         "decode", "extend", graph={"decode"}, server={"padded_requests": {"nothing"}, "finite_padding": True}
     )
 
@@ -437,7 +447,7 @@ class PaddingUnwritten(FinitePadding):
 class OffsetsOfLastPrefill(Known):
     """An eager draft-extend reads the offsets that the last prefill left; rows behind them are not written."""
 
-    capabilities = can("decode", "extend", "draft-extend-v2")
+    capabilities = wide("decode", "extend", "draft-extend-v2")
     eager = True
 
     def __init__(self, context):
@@ -467,7 +477,7 @@ class OffsetsOfLastPrefill(Known):
 class OneKeyTooFew(Known):
     """A decode sees W keys of its window, which has W + 1."""
 
-    capabilities = can("decode", "extend", windows={"decode", "extend"}, sinks=True)
+    capabilities = wide("decode", "extend", windows={"decode", "extend"}, options={"sinks": True})
 
     def window_start(self, rows):
         right = super().window_start(rows)
@@ -477,10 +487,12 @@ class OneKeyTooFew(Known):
 class OwnMask(Known):
     """Tree masks are copied into a buffer of the backend's own, which graphs read."""
 
-    capabilities = can(
-        "decode", "target-verify", max_topk=4, max_q_rows=16,
+    capabilities = wide(
+        "decode",
+        "target-verify",
+        bounds={"max_topk": 4, "max_q_rows": 16},
         server={"takes_strided_heads": True, "context_len": {"all", "prefix"}},
-    )  # fmt: skip
+    )
     masks = None
 
     def columns(self):
@@ -519,7 +531,9 @@ class MaskWithoutDraft(OwnMask):
 
 
 class Crossing(Native):
-    capabilities = can("decode", "extend", graph={"decode"}, cross_attention=CrossAttention(modes={"decode", "extend"}))
+    capabilities = wide(
+        "decode", "extend", graph={"decode"}, cross_attention=CrossAttention(modes={"decode", "extend"})
+    )
 
 
 # sglang #36298: the encoder's page table stays one of slots.
@@ -543,7 +557,7 @@ class SlotsAsEncoderPages(Crossing):
 class Two(Known, TwoParts):
     """The prefix and the new rows apart; it knows its mode."""
 
-    capabilities = can("decode", "extend", *DRAFT_EXTENDS)
+    capabilities = wide("decode", "extend", *DRAFT_EXTENDS)
     eager = True
 
     def init_forward_metadata(self, batch):
@@ -574,7 +588,7 @@ class AcceptedInPrefix(Two):
 class PrefillScalesTwice(Native):
     """A prefill over FP8 multiplies by the scales of K and V twice."""
 
-    capabilities = can("decode", "extend", kv_dtypes=FP8)
+    capabilities = wide("decode", "extend", kv_pool={"kv_dtypes": FP8})
 
     def _attend(self, q, layer, seen):
         if self.mode == "extend" and self.is_fp8():

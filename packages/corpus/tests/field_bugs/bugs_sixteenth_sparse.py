@@ -20,14 +20,10 @@ class Indexed(TorchNativeSparseBackend):
     """Healthy: the adapter in plain torch, with its parts apart. It knows the mode of the step."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        families={"mqa", "mla"},
-        gqa_ratios={4, 16},
-        head_dims={64, 128, 512},
-        mla_rope_dims={64},
-        dtypes={"bf16"},
-        kv_dtypes={"same"},
-        page_sizes={16, 64},
-        sinks=False,
+        heads={"families": {"mqa", "mla"}, "gqa_ratios": {4, 16}, "head_dims": {64, 128, 512}, "mla_rope_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16, 64}},
+        options={"sinks": False},
         lse=None,
     )
 
@@ -603,7 +599,7 @@ class BlockIsToken(Indexed):
     """A key's position is looked up in the block table, and its block's first token is read."""
 
     capabilities = Indexed.capabilities.with_changes(
-        eager={"decode", "target-verify"}, graph={"decode", "target-verify"}, page_sizes={1, 64}
+        eager={"decode", "target-verify"}, graph={"decode", "target-verify"}, kv_pool={"page_sizes": {1, 64}}
     )
 
     def index_slots(self, plan):

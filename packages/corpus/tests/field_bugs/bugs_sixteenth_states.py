@@ -17,8 +17,12 @@ from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import ROW_FORMATS, ForwardMode
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
-PLAIN = {"eager": {"decode", "extend"}, "graph": {"decode"}, "max_topk": 0}
-SPECULATES = {"eager": {"decode", "extend", "target-verify"}, "graph": {"decode", "target-verify"}, "max_topk": 1}
+PLAIN = {"eager": {"decode", "extend"}, "graph": {"decode"}, "bounds": {"max_topk": 0}}
+SPECULATES = {
+    "eager": {"decode", "extend", "target-verify"},
+    "graph": {"decode", "target-verify"},
+    "bounds": {"max_topk": 1},
+}
 
 
 def of_states(family, modes, ratios=(1, 2, 4), **changes):
@@ -26,7 +30,7 @@ def of_states(family, modes, ratios=(1, 2, 4), **changes):
     whole = TorchNativeStateBackend.capabilities
     few = {"trees": frozenset(), "snapshots": frozenset(), "continues": {"copy"}, "rollback": {"commit"}}
     return whole.with_changes(
-        families={family}, gqa_ratios=set(ratios), state=replace(whole.state, **few | changes), **modes
+        heads={"families": {family}, "gqa_ratios": set(ratios)}, state=replace(whole.state, **few | changes), **modes
     )
 
 
@@ -405,9 +409,11 @@ class Rows(TorchNativeFormatsBackend):
 
 def of_format(*names, layouts=("nhd",), **changes):
     return TorchNativeFormatsBackend.capabilities.with_changes(
-        kv_dtypes=set(names), kv_layouts=set(layouts), kv_groups=False, cross_attention={"modes": frozenset()},
-        lse=None, page_sizes={16, 64}, **changes,
-    )  # fmt: skip
+        kv_pool={"kv_dtypes": set(names), "kv_layouts": set(layouts), "kv_groups": False, "page_sizes": {16, 64}},
+        cross_attention={"modes": frozenset()},
+        lse=None,
+        **changes,
+    )
 
 
 class Nvfp4(Rows):
@@ -444,16 +450,26 @@ class Fp8(TorchNativeBackend):
     """FP8 with a scale for each layer."""
 
     capabilities = TorchNativeBackend.capabilities.with_changes(
-        families={"mha", "gqa", "mqa"}, mla_rope_dims=set(), kv_dtypes={"fp8_e4m3"}, gqa_ratios={1, 2, 4, 8, 16},
-        dtypes={"bf16", "fp16"}, head_dims={64, 128}, kv_layouts={"nhd"}, kv_groups=False, heads_by_layer=False,
-        wider_keys=set(), cross_attention={"modes": frozenset()}, lse=None, sinks=False, page_sizes={16, 64, 128},
-    )  # fmt: skip
+        heads={
+            "families": {"mha", "gqa", "mqa"},
+            "mla_rope_dims": set(),
+            "gqa_ratios": {1, 2, 4, 8, 16},
+            "head_dims": {64, 128},
+            "heads_by_layer": False,
+            "wider_keys": set(),
+        },
+        kv_pool={"kv_dtypes": {"fp8_e4m3"}, "kv_layouts": {"nhd"}, "kv_groups": False, "page_sizes": {16, 64, 128}},
+        precision={"dtypes": {"bf16", "fp16"}},
+        cross_attention={"modes": frozenset()},
+        lse=None,
+        options={"sinks": False},
+    )
 
 
 class PackedMla(TorchNativeSparsePackedBackend):
     """Packed rows of MLA with float32 scales that are not powers of two."""
 
-    capabilities = TorchNativeSparsePackedBackend.capabilities.with_changes(kv_dtypes={"fp8_ds_mla"})
+    capabilities = TorchNativeSparsePackedBackend.capabilities.with_changes(kv_pool={"kv_dtypes": {"fp8_ds_mla"}})
 
 
 # 60: vllm #50084. ``swizzle_scale_offset`` of trtllm-gen: scale s of token t of four lies at 4 s + t of their scales.

@@ -57,7 +57,7 @@ class RawTokenTable(Tiled):
 class VContiguous(Tiled):
     """V is read as if it were contiguous, whatever its strides are."""
 
-    capabilities = declared("decode", "extend", kv_layouts={"nhd", "hnd", "kv-in-block", "side-by-side"})
+    capabilities = declared("decode", "extend", kv_pool={"kv_layouts": {"nhd", "hnd", "kv-in-block", "side-by-side"}})
 
     def keys(self, kv, slots, plan):
         k, v = kv
@@ -80,7 +80,7 @@ class HeadByKvHeads(Tiled):
 class PrefillReadsNHD(Tiled):
     """Prefill is planned without the layout, and reads an HND pool as NHD."""
 
-    capabilities = declared("decode", "extend", kv_layouts={"nhd", "hnd"})
+    capabilities = declared("decode", "extend", kv_pool={"kv_layouts": {"nhd", "hnd"}})
 
     def keys(self, kv, slots, plan):
         pool = self.context.kv_pool
@@ -93,7 +93,7 @@ class PrefillReadsNHD(Tiled):
 class ManagerPages(Tiled):
     """Ids of the manager's pages of 64 go to a kernel with pages of 16 as they are."""
 
-    capabilities = declared("decode", "extend", page_sizes={64})
+    capabilities = declared("decode", "extend", kv_pool={"page_sizes": {64}})
 
     def slots(self, plan):
         index = torch.arange(plan.page_table.shape[1] * 64, device=plan.page_table.device)
@@ -135,7 +135,7 @@ class MidBufferOfModel(SplitKV):
 class HeadsOfModel(Tiled):
     """Groups of query heads are planned by the first layer's number of heads, where layers differ."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={2, 4}, heads_by_layer=True)
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {2, 4}, "heads_by_layer": True})
 
     def kv_head(self, layer, device):
         group = max(self.context.layers[0].tp_q_head_num // layer.tp_k_head_num, 1)
@@ -168,7 +168,7 @@ class RowsOver65535(Varlen):
 class OneTableForPools(Tiled):
     """Slots are looked up once, in the first pool's table, and layers of another pool take them too."""
 
-    capabilities = wide_capabilities("decode", kv_groups=True, windows={"decode"})
+    capabilities = wide_capabilities("decode", kv_pool={"kv_groups": True}, windows={"decode"})
 
     def slots(self, plan):
         return super().slots(replace(plan, step=self._kit_step))
@@ -178,7 +178,7 @@ class OneTableForPools(Tiled):
 class DraftLocTransposed(Tiled):
     """A draft's slots, by branch and step, are viewed as [steps, branches]: right for one branch of one request."""
 
-    capabilities = declared("draft-decode", page_sizes={1}, max_draft_branches=4)
+    capabilities = declared("draft-decode", kv_pool={"page_sizes": {1}}, bounds={"max_draft_branches": 4})
 
     def slots(self, plan):
         slots, draft = super().slots(plan), plan.step.draft
@@ -210,7 +210,7 @@ class CuSeqlensShort(Varlen):
 class LoopOfTokens(Latent):
     """Page ids are filled 64 at a time, once for each 4,096 keys, which is right for pages of 64 alone."""
 
-    capabilities = mla_capabilities("decode", page_sizes={32, 64}, max_context_len=4160)
+    capabilities = mla_capabilities("decode", kv_pool={"page_sizes": {32, 64}}, bounds={"max_context_len": 4160})
 
     def slots(self, plan):
         filled = (plan.kv_lens.long() + 4095) // 4096 * 64

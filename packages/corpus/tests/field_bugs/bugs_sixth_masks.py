@@ -56,7 +56,7 @@ class KvLensAreQLens(Varlen):
 class PlanOfWholeBatch(Latent):
     """Requests of one row look up their tiles in a schedule of all requests, by their place among those of one row."""
 
-    capabilities = mla_capabilities("extend", max_context_len=4096)
+    capabilities = mla_capabilities("extend", bounds={"max_context_len": 4096})
 
     def visible(self, index, rows):
         tiles = (rows.plan.kv_lens.long() + 63) // 64
@@ -88,9 +88,13 @@ class LocalCausal(WithKVSplits):
     """A rank's keys are masked causally by their number on the rank."""
 
     capabilities = declared(
-        "decode", "extend", "draft-extend-v2", page_sizes={16}, max_context_len=2048,
+        "decode",
+        "extend",
+        "draft-extend-v2",
+        kv_pool={"page_sizes": {16}},
+        bounds={"max_context_len": 2048},
         lse=LogSumExp(base="e", whole={"decode"}, tokens={"decode", "extend", "draft-extend-v2"}, merges=True),
-    )  # fmt: skip
+    )
 
     def sees(self, key, rows):
         if rows.plan.part.kind != "rank":
@@ -152,7 +156,9 @@ class SlidingPrefillChunk(Tiled):
 class TwoPassBlocks(Tiled):
     """From 1,024 keys on they are dealt to 128 blocks by turns, and with groups the second pass folds 32 of those."""
 
-    capabilities = declared("decode", gqa_ratios={2, 4}, families={"mha", "gqa"}, max_context_len=4096)
+    capabilities = declared(
+        "decode", heads={"gqa_ratios": {2, 4}, "families": {"mha", "gqa"}}, bounds={"max_context_len": 4096}
+    )
 
     def visible(self, index, rows):
         seen = super().visible(index, rows)

@@ -27,7 +27,7 @@ class LseTransposed(WithKVSplits):
 class SharedMeta(Varlen):
     """Healthy: an eager plan keeps all metadata but the table, if the last plan of any mode had the same lengths."""
 
-    capabilities = Varlen.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = Varlen.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     def __init__(self, context):
         super().__init__(context)

@@ -28,7 +28,7 @@ class MergeTwoEmpty(WorkList):
 class VScaleFallsToK(Tiled):
     """The scale of V falls back to that of K."""
 
-    capabilities = declared("decode", "extend", kv_dtypes=FP8)
+    capabilities = declared("decode", "extend", kv_pool={"kv_dtypes": FP8})
 
     def run(self, q, kv, plan):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, v_scale=plan.layer.k_scale)))
@@ -60,7 +60,7 @@ class LseRebasedTwice(WorkList):
 class SoftcapZero(Tiled):
     """The soft cap that the kernel is given is the constant 0."""
 
-    capabilities = declared("decode", "extend", logit_cap=True)
+    capabilities = declared("decode", "extend", options={"logit_cap": True})
 
     def cap(self, scores, layer):
         return scores
@@ -70,7 +70,7 @@ class SoftcapZero(Tiled):
 class NarrowSum(Tiled):
     """The denominator is summed key by key in fp16."""
 
-    capabilities = declared("decode", dtypes={"fp16"}, max_context_len=512)
+    capabilities = declared("decode", precision={"dtypes": {"fp16"}}, bounds={"max_context_len": 512})
 
     def parts(self, scores, seen, v, rows):
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
@@ -87,7 +87,7 @@ class NarrowSum(Tiled):
 class ScalesTwice(Tiled):
     """Prefill dequantises K and V by their scales, and gives the scales to the kernel again."""
 
-    capabilities = declared("decode", "extend", kv_dtypes=FP8)
+    capabilities = declared("decode", "extend", kv_pool={"kv_dtypes": FP8})
 
     def keys(self, kv, slots, plan):
         k, v = super().keys(kv, slots, plan)
@@ -100,7 +100,7 @@ class ScalesTwice(Tiled):
 class PagedPartNoScales(Tiled):
     """Of the two calls of a prefill, that for the prefix has no scales."""
 
-    capabilities = declared("extend", kv_dtypes=FP8)
+    capabilities = declared("extend", kv_pool={"kv_dtypes": FP8})
 
     def keys(self, kv, slots, plan):
         k, v = (side.float() for side in super().keys(kv, slots, plan))
@@ -114,7 +114,7 @@ class PagedPartNoScales(Tiled):
 class MaskThenCap(Tiled):
     """The soft cap comes after the mask: minus infinity becomes minus the cap, and takes weight."""
 
-    capabilities = declared("decode", "extend", logit_cap=True, windows={"decode", "extend"})
+    capabilities = declared("decode", "extend", options={"logit_cap": True}, windows={"decode", "extend"})
 
     def parts(self, scores, seen, v, rows):
         cap = rows.layer.logit_cap

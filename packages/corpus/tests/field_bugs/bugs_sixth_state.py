@@ -176,7 +176,7 @@ class GridOfCapture(Varlen):
 class MemoizedLoc(Tiled):
     """Slots of the windowed pool are kept by address and size of the full pool's, which are the same at each replay."""
 
-    capabilities = wide_capabilities("decode", kv_groups=True, windows={"decode"})
+    capabilities = wide_capabilities("decode", kv_pool={"kv_groups": True}, windows={"decode"})
     eager = True
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
@@ -212,7 +212,7 @@ class MemoizedLoc(Tiled):
 class BlocksOfCurrentMax(Latent):
     """A graph's table of blocks is as wide as its capture needs, in runs of 64 pages."""
 
-    capabilities = mla_capabilities("decode", page_sizes={32, 64}, max_context_len=4160)
+    capabilities = mla_capabilities("decode", kv_pool={"page_sizes": {32, 64}}, bounds={"max_context_len": 4160})
     columns = None
 
     def init_forward_metadata(self, batch):

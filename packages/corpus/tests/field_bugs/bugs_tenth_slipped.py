@@ -21,7 +21,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 class OrtMaxQueryLen(Tiled):
     """Blocks of 64 rows for as many as the longest request has where each request has a row."""
 
-    capabilities = declared("extend", page_sizes={16})
+    capabilities = declared("extend", kv_pool={"page_sizes": {16}})
 
     def finish(self, out, rows):
         longest = len(out) - len(rows.plan.kv_lens) + 1
@@ -33,7 +33,7 @@ class OrtMaxQueryLen(Tiled):
 class MlxBatchOffset(Tiled):
     """Eight heads a KV head, 1,024 keys and more, no mask because all are as long: all read the first one's keys."""
 
-    capabilities = declared("decode", gqa_ratios={4, 8}, page_sizes={16})
+    capabilities = declared("decode", heads={"gqa_ratios": {4, 8}}, kv_pool={"page_sizes": {16}})
 
     def keys(self, kv, slots, plan):
         lens = plan.kv_lens
@@ -51,9 +51,8 @@ class AscendMhaPadding(Varlen):
         "decode",
         "extend",
         graph=("decode",),
-        families={"mha"},
-        gqa_ratios={1},
-        page_sizes={16},
+        heads={"families": {"mha"}, "gqa_ratios": {1}},
+        kv_pool={"page_sizes": {16}},
         server={"takes_more_rows": True},
     )
     lengths = None
@@ -82,9 +81,12 @@ class SinkOutsideMax(WithKVSplits):
     """exp(sink - max), with the maximum of the keys alone: infinite, or NaN where there are no keys."""
 
     capabilities = declared(
-        "decode", "extend", page_sizes={16}, sinks=True,
+        "decode",
+        "extend",
+        kv_pool={"page_sizes": {16}},
+        options={"sinks": True},
         lse=LogSumExp(base="e", whole={"decode", "extend"}, prefix={"extend"}, pages={"decode"}, merges=True),
-    )  # fmt: skip
+    )
 
     def merge(self, parts, rows):
         if rows.layer.sinks is None:

@@ -15,7 +15,7 @@ from attn_testkit_corpus.faults.catalogue import bug, helper
 class PageTailSkipped(Tiled):
     """A page of 192 keys has one whole tile of 128, and decode leaves out the other 64 keys of each page."""
 
-    capabilities = wide_capabilities("decode", "extend", page_sizes={64, 128, 192})
+    capabilities = wide_capabilities("decode", "extend", kv_pool={"page_sizes": {64, 128, 192}})
 
     def visible(self, index, rows):
         seen, size = super().visible(index, rows), rows.plan.page_size
@@ -27,7 +27,7 @@ class PageTailSkipped(Tiled):
 class PageIdCutOff(Tiled):
     """Decode with pages of 16 cuts page ids to 16 bits there, 6 here: high pages are read as low ones."""
 
-    capabilities = wide_capabilities("decode", "extend", page_sizes={1, 16, 64}, kv_dtypes=FP8)
+    capabilities = wide_capabilities("decode", "extend", kv_pool={"page_sizes": {1, 16, 64}, "kv_dtypes": FP8})
 
     def slots(self, plan):
         if plan.max_q_len > 1 or plan.page_size != 16:
@@ -40,7 +40,7 @@ class PageIdCutOff(Tiled):
 class PagesOfOneInMla(Latent):
     """The bf16 decode takes page ids as slots, whatever the page size is; the FP8 one is right."""
 
-    capabilities = mla_capabilities("decode", kv_dtypes=FP8)
+    capabilities = mla_capabilities("decode", kv_pool={"kv_dtypes": FP8})
 
     @helper
     def wrong(self, plan):
@@ -60,7 +60,9 @@ class PagesOfOneInMla(Latent):
 class GatherWithoutHeadOffset(Tiled):
     """Gathering a cached prefix writes all heads of a token to the first head's place."""
 
-    capabilities = wide_capabilities("decode", "extend", families={"mha", "gqa", "mqa"}, kv_dtypes=FP8)
+    capabilities = wide_capabilities(
+        "decode", "extend", heads={"families": {"mha", "gqa", "mqa"}}, kv_pool={"kv_dtypes": FP8}
+    )
 
     def keys(self, kv, slots, plan):
         right = super().keys(kv, slots, plan)
@@ -87,7 +89,7 @@ class RowsCopiedAsOneRun(Tiled):
     """Heads of a row are stored as one run, though in the side-by-side layout they are two widths apart."""
 
     capabilities = wide_capabilities(
-        "decode", "extend", families={"mha", "gqa", "mqa"}, kv_layouts={"nhd", "side-by-side"}
+        "decode", "extend", heads={"families": {"mha", "gqa", "mqa"}}, kv_pool={"kv_layouts": {"nhd", "side-by-side"}}
     )
 
     def write_kv(self, k, v, plan):
@@ -123,7 +125,7 @@ class ChunkStoredFromItsPage(Tiled):
 class GroupOfFour(Tiled):
     """The decode kernel has 4 query heads for each KV head built in: further ones are not written."""
 
-    capabilities = wide_capabilities("decode", "extend", families={"gqa"}, gqa_ratios={4, 8})
+    capabilities = wide_capabilities("decode", "extend", heads={"families": {"gqa"}, "gqa_ratios": {4, 8}})
 
     def finish(self, out, rows):
         if rows.plan.max_q_len > 1:
@@ -141,7 +143,7 @@ class GroupOfFour(Tiled):
 class PrefillTilesOf32(Tiled):
     """Prefill walks the head dim in whole tiles of 32: of 80, the last 16 are left out."""
 
-    capabilities = wide_capabilities("decode", "extend", head_dims={64, 80, 128})
+    capabilities = wide_capabilities("decode", "extend", heads={"head_dims": {64, 80, 128}})
 
     def query(self, q, plan):
         if plan.max_q_len == 1:
@@ -209,7 +211,7 @@ class Int64LengthsReadAsInt32(Tiled):
 class TailOfWindowedSlots(Tiled):
     """Slots of the windowed pool are copied for live rows alone: padded rows store into those of the replay before."""
 
-    capabilities = wide_capabilities("decode", kv_groups=True, windows={"decode"})
+    capabilities = wide_capabilities("decode", kv_pool={"kv_groups": True}, windows={"decode"})
     eager = inside = False
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
@@ -245,7 +247,7 @@ class TailOfWindowedSlots(Tiled):
 class DraftSlotsByRequest(Tiled):
     """Slots of all draft steps, request by request, are read as if they were step by step."""
 
-    capabilities = wide_capabilities("draft-decode", "decode", max_draft_branches=2)
+    capabilities = wide_capabilities("draft-decode", "decode", bounds={"max_draft_branches": 2})
 
     def write_kv(self, k, v, plan):
         draft = plan.step.draft
@@ -259,7 +261,9 @@ class DraftSlotsByRequest(Tiled):
 class VPagesAdvancedTooFar(Tiled):
     """The kernel for head dim 256 and large batches reads values of one tile from the pages of the one before."""
 
-    capabilities = wide_capabilities("decode", "extend", head_dims={128, 256}, page_sizes={16, 32})
+    capabilities = wide_capabilities(
+        "decode", "extend", heads={"head_dims": {128, 256}}, kv_pool={"page_sizes": {16, 32}}
+    )
 
     def keys(self, kv, slots, plan):
         k, v = super().keys(kv, slots, plan)

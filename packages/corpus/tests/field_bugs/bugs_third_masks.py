@@ -44,7 +44,7 @@ class WindowForOldKeysAlone(Tiled):
 class WindowCountedInWholePages(Tiled):
     """The table is cut to the window's last pages, and the window's length is counted from its start."""
 
-    capabilities = wide_capabilities("decode", "extend", page_sizes={16}, windows={"decode", "extend"})
+    capabilities = wide_capabilities("decode", "extend", kv_pool={"page_sizes": {16}}, windows={"decode", "extend"})
 
     def visible(self, index, rows):
         w, size = rows.layer.sliding_window_size + 1, rows.plan.page_size
@@ -73,7 +73,7 @@ class FaceFilledAtFifteen(Tiled):
 class PlainBoundInBf16(Latent):
     """The bf16 kernel masks several rows by the length alone; the FP8 kernel does so row by row."""
 
-    capabilities = mla_capabilities(*SPEC, kv_dtypes=FP8)
+    capabilities = mla_capabilities(*SPEC, kv_pool={"kv_dtypes": FP8})
 
     def visible(self, index, rows):
         if rows.plan.max_q_len > 1 and self.context.kv_pool.dtype.itemsize > 1:
@@ -153,7 +153,7 @@ class ValuesWipedByTheLanesOwnRow(Tiled):
 class KeysOfTheCaptureInBlocks(Tiled):
     """A graph keeps the longest length of its capture, in blocks of 256 keys: replays lose keys beyond."""
 
-    capabilities = wide_capabilities("decode", needs_cpu_seq_lens=True)
+    capabilities = wide_capabilities("decode", needs={"cpu_seq_lens": True})
     most = 0
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
@@ -174,7 +174,7 @@ class KeysOfTheCaptureInBlocks(Tiled):
 class WindowRegimeOfTheCapture(Tiled):
     """Whether the window is in force is decided at capture."""
 
-    capabilities = wide_capabilities("decode", needs_cpu_seq_lens=True, windows={"decode"})
+    capabilities = wide_capabilities("decode", needs={"cpu_seq_lens": True}, windows={"decode"})
     longest = 0
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):

@@ -18,7 +18,10 @@ class HardCoded128(Tiled):
     """The FP8 decode of long contexts has a head dim of 128 built in: of 256, the second half is not computed."""
 
     capabilities = wide_capabilities(
-        "decode", "extend", head_dims={128, 256}, page_sizes={16, 64}, gqa_ratios={4, 8}, kv_dtypes=FP8
+        "decode",
+        "extend",
+        heads={"head_dims": {128, 256}, "gqa_ratios": {4, 8}},
+        kv_pool={"page_sizes": {16, 64}, "kv_dtypes": FP8},
     )
 
     def finish(self, out, rows):
@@ -34,7 +37,7 @@ class HardCoded128(Tiled):
 class SinksOfSixteenHeads(Tiled):
     """Both groups of warps that share 32 heads read the sinks of the first 16."""
 
-    capabilities = declared("decode", "extend", gqa_ratios={4, 32}, sinks=True)
+    capabilities = declared("decode", "extend", heads={"gqa_ratios": {4, 32}}, options={"sinks": True})
 
     def sink_of(self, rows):
         sinks = rows.layer.sinks.float()
@@ -57,7 +60,7 @@ class MergedByAtomics(Tiled):
     The bits of every other call are other ones on each processor: ``in_other_order``.
     """
 
-    capabilities = wide_capabilities("decode", "extend", deterministic=True)
+    capabilities = wide_capabilities("decode", "extend", promises={"deterministic": True})
 
     def __init__(self, context):
         super().__init__(context)

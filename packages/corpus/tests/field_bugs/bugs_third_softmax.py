@@ -37,7 +37,7 @@ class ChunkOf32(Tiled):
 class TileDequantisedBeforeItArrived(Tiled):
     """FP8 tiles are converted before all bytes are there: the last quarter is that of the tile before."""
 
-    capabilities = wide_capabilities("decode", "extend", kv_dtypes=FP8)
+    capabilities = wide_capabilities("decode", "extend", kv_pool={"kv_dtypes": FP8})
 
     def keys(self, kv, slots, plan):
         if self.context.kv_pool.dtype.itemsize == 1:
@@ -110,7 +110,9 @@ class NormalisedBeforeFp8(Tiled):
     """Weights are divided by their sum before they are rounded to FP8: many become subnormal."""
 
     TILE = 256
-    capabilities = wide_capabilities("decode", "extend", kv_dtypes={"fp8_e4m3"}, matmul_dtype="fp8_e4m3")
+    capabilities = wide_capabilities(
+        "decode", "extend", kv_pool={"kv_dtypes": {"fp8_e4m3"}}, precision={"matmul_dtype": "fp8_e4m3"}
+    )
 
     def weigh(self, p, v):
         total = p.sum(-1, keepdim=True).clamp(min=SMALLEST)
@@ -121,7 +123,7 @@ class NormalisedBeforeFp8(Tiled):
 class LseTileBeyondHeads(LatentLse):
     """Log-sum-exps are stored for 64 heads a row: with fewer heads, those of the next row are written over."""
 
-    capabilities = mla_capabilities("decode", gqa_ratios={16, 64}, lse=LogSumExp(base="e", whole={"decode"}))
+    capabilities = mla_capabilities("decode", heads={"gqa_ratios": {16, 64}}, lse=LogSumExp(base="e", whole={"decode"}))
 
     def given_lse(self, lse, parts):
         t, h = lse.shape
@@ -161,7 +163,7 @@ class LastKeyOfABlockWins(Tiled):
 class SoftCapNotApplied(Tiled):
     """The cap of the logits is taken and never applied."""
 
-    capabilities = wide_capabilities("decode", "extend", logit_cap=True)
+    capabilities = wide_capabilities("decode", "extend", options={"logit_cap": True})
 
     def cap(self, scores, layer):
         return scores

@@ -28,7 +28,7 @@ class ExtraBlocksReadOldPlan(Owned):
 class IndicesNotCopiedForGraphs(Planned):
     """With graphs the page indices are checked and never copied."""
 
-    capabilities = wide_capabilities("decode", graph=("decode",), needs_cpu_seq_lens=True)
+    capabilities = wide_capabilities("decode", graph=("decode",), needs={"cpu_seq_lens": True})
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         bs, buffers = batch.batch_size, self.buffers
@@ -51,7 +51,7 @@ class IndicesNotCopiedForGraphs(Planned):
 class ZeroLengthsCountedOnce(Planned):
     """Searching the chunk size, lengths of 0 count nothing; splitting, they count one chunk."""
 
-    capabilities = wide_capabilities("decode", graph=("decode",), needs_cpu_seq_lens=True)
+    capabilities = wide_capabilities("decode", graph=("decode",), needs={"cpu_seq_lens": True})
 
     def get_cuda_graph_seq_len_fill_value(self):
         return 0
@@ -78,7 +78,7 @@ class ZeroLengthsCountedOnce(Planned):
 class WorkInfoTooSmall(Latent):
     """Work items are rows by splits, and the list has room for requests alone: the surplus is dropped."""
 
-    capabilities = mla_capabilities(*SPEC, gqa_ratios={16, 128}, kv_dtypes=FP8)
+    capabilities = mla_capabilities(*SPEC, heads={"gqa_ratios": {16, 128}}, kv_pool={"kv_dtypes": FP8})
 
     def visible(self, index, rows):
         seen, tiles_q = super().visible(index, rows), rows.plan.max_q_len
@@ -101,7 +101,7 @@ class WorkInfoTooSmall(Latent):
 class WidthNotInTheTable(Latent):
     """FP8 kernels are looked up by the number of rows: some have none."""
 
-    capabilities = mla_capabilities(*SPEC, kv_dtypes=FP8)
+    capabilities = mla_capabilities(*SPEC, kv_pool={"kv_dtypes": FP8})
     WIDTHS = (1, 2, 4)
 
     def run(self, q, kv, plan):
@@ -119,7 +119,9 @@ class WidthNotInTheTable(Latent):
 class NonCausalPlanIsFresh(WithoutCausalMask):
     """Non-causal plans are made of new tensors, which a graph does not know."""
 
-    capabilities = wide_capabilities("extend", "target-verify", "decode", non_causal={"extend", "target-verify"})
+    capabilities = wide_capabilities(
+        "extend", "target-verify", "decode", options={"non_causal": {"extend", "target-verify"}}
+    )
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         super().init_forward_metadata_out_graph(batch, in_capture)

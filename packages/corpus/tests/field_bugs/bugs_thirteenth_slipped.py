@@ -24,7 +24,13 @@ class FillAcrossHeads(Tiled):
     """
 
     CORES, ROWS = 64, 32
-    capabilities = declared("extend", head_dims={16}, page_sizes={16}, graph=(), server={"eager_without_waits": False})
+    capabilities = declared(
+        "extend",
+        heads={"head_dims": {16}},
+        kv_pool={"page_sizes": {16}},
+        graph=(),
+        server={"eager_without_waits": False},
+    )
 
     @helper
     def blocks(self, heads, height):
@@ -52,7 +58,7 @@ class FillAcrossHeads(Tiled):
 class KeysEndWithTheRowsTile(WithoutCausalMask):
     """Without a causal mask the loop over tiles of 128 keys ends where the tiles of rows do."""
 
-    capabilities = declared("extend", non_causal={"extend"})
+    capabilities = declared("extend", options={"non_causal": {"extend"}})
     TILE = 128
 
     def visible(self, index, rows):

@@ -21,7 +21,7 @@ INF = float("inf")
 class StridesOfTheFirstCall(Known):
     """What is made for the shapes of a call has its strides, and serves calls of the same shapes."""
 
-    capabilities = declared("extend", page_sizes={16}, graph=())
+    capabilities = declared("extend", kv_pool={"page_sizes": {16}}, graph=())
 
     def __init__(self, context):
         super().__init__(context)
@@ -42,7 +42,9 @@ class StridesOfTheFirstCall(Known):
 class LseOfTheFirstHead(WithKVSplits):
     """Where every request has one row, the first query head of a KV head alone gets its log-sum-exp."""
 
-    capabilities = declared("extend", page_sizes={16}, lse=LogSumExp(base="e", whole={"extend"}, prefix={"extend"}))
+    capabilities = declared(
+        "extend", kv_pool={"page_sizes": {16}}, lse=LogSumExp(base="e", whole={"extend"}, prefix={"extend"})
+    )
 
     def run_return_lse(self, q, kv, plan):
         out, lse = super().run_return_lse(q, kv, plan)
@@ -55,7 +57,7 @@ class LseOfTheFirstHead(WithKVSplits):
 class CascadeWithoutSinks(Known):
     """From eight requests and 256 common keys on, a cascade attends them, which is given no sinks."""
 
-    capabilities = declared("decode", "extend", page_sizes={16}, sinks=True)
+    capabilities = declared("decode", "extend", kv_pool={"page_sizes": {16}}, options={"sinks": True})
 
     def sink_of(self, rows):
         sinks, pages = super().sink_of(rows), rows.plan.page_table

@@ -15,11 +15,26 @@ class SplitKV(Tiled):
 
     SPLITS, TILE = 4, 32
     capabilities = declared(
-        *MODES, families={"mha", "gqa", "mqa"}, gqa_ratios={1, 2, 4, 8}, dtypes={"bf16", "fp16"}, kv_dtypes=FP8,
-        head_dims={64, 128}, page_sizes={1, 4, 16, 64}, kv_layouts={"nhd", "hnd"}, max_q_rows=16, max_topk=8,
-        max_draft_branches=4, max_context_len=4096, windows={"decode", "extend"}, logit_cap=True, sinks=True,
-        heads_by_layer=True, server={"takes_empty_batches": True}, kv_groups=True, kernel_changes_at={8},
-    )  # fmt: skip
+        *MODES,
+        heads={
+            "families": {"mha", "gqa", "mqa"},
+            "gqa_ratios": {1, 2, 4, 8},
+            "head_dims": {64, 128},
+            "heads_by_layer": True,
+        },
+        precision={"dtypes": {"bf16", "fp16"}},
+        kv_pool={"kv_dtypes": FP8, "page_sizes": {1, 4, 16, 64}, "kv_layouts": {"nhd", "hnd"}, "kv_groups": True},
+        bounds={
+            "max_q_rows": 16,
+            "max_topk": 8,
+            "max_draft_branches": 4,
+            "max_context_len": 4096,
+            "kernel_changes_at": {8},
+        },
+        windows={"decode", "extend"},
+        options={"logit_cap": True, "sinks": True},
+        server={"takes_empty_batches": True},
+    )
 
     def __init__(self, context):
         super().__init__(context)

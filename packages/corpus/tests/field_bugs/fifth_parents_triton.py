@@ -80,10 +80,15 @@ def packed(
 
 class Packed(KernelBackend):
     capabilities = declared(
-        *MODES, families={"gqa", "mha"}, gqa_ratios={1, 2, 4, 6, 20}, dtypes={"bf16", "fp16"}, head_dims={64, 128},
-        page_sizes={16, 32}, kv_layouts={"nhd", "hnd", "kv-in-block"}, max_extend_tokens=256, max_context_len=1200,
-        windows=MODES, logit_cap=True, sinks=True, server={"padded_requests": {"rows", "nothing"}},
-    )  # fmt: skip
+        *MODES,
+        heads={"families": {"gqa", "mha"}, "gqa_ratios": {1, 2, 4, 6, 20}, "head_dims": {64, 128}},
+        precision={"dtypes": {"bf16", "fp16"}},
+        kv_pool={"page_sizes": {16, 32}, "kv_layouts": {"nhd", "hnd", "kv-in-block"}},
+        bounds={"max_extend_tokens": 256, "max_context_len": 1200},
+        windows=MODES,
+        options={"logit_cap": True, "sinks": True},
+        server={"padded_requests": {"rows", "nothing"}},
+    )
 
     def get_cuda_graph_seq_len_fill_value(self):
         return 0

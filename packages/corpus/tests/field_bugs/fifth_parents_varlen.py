@@ -25,13 +25,22 @@ class Meta:
 
 class Varlen(AttentionBackend):
     capabilities = declared(
-        *MODES, families={"mha", "gqa", "mqa"}, gqa_ratios={1, 2, 4, 7}, dtypes={"fp16", "bf16"}, kv_dtypes=FP8,
-        head_dims={64, 96, 128}, page_sizes={1, 16, 64}, max_context_len=4096, windows=MODES, logit_cap=True,
-        sinks=True, server={
-            "takes_empty_batches": True, "takes_more_rows": True, "padding_slots": {0}, "takes_bare_chains": True,
-            "padded_requests": {"rows", "nothing"}, "verify_lens": {"prefix", "all"},
+        *MODES,
+        heads={"families": {"mha", "gqa", "mqa"}, "gqa_ratios": {1, 2, 4, 7}, "head_dims": {64, 96, 128}},
+        precision={"dtypes": {"fp16", "bf16"}},
+        kv_pool={"kv_dtypes": FP8, "page_sizes": {1, 16, 64}},
+        bounds={"max_context_len": 4096},
+        windows=MODES,
+        options={"logit_cap": True, "sinks": True},
+        server={
+            "takes_empty_batches": True,
+            "takes_more_rows": True,
+            "padding_slots": {0},
+            "takes_bare_chains": True,
+            "padded_requests": {"rows", "nothing"},
+            "verify_lens": {"prefix", "all"},
         },
-    )  # fmt: skip
+    )
 
     def __init__(self, context):
         super().__init__(context)

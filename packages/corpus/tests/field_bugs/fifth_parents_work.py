@@ -19,11 +19,16 @@ class WorkList(AttentionBackend):
 
     CHUNK = 64
     capabilities = declared(
-        *DECODE, families={"mha", "gqa", "mqa"}, gqa_ratios={1, 2, 5, 8, 16}, kv_dtypes=FP8, head_dims={64, 128, 192},
-        page_sizes={1, 16, 32}, max_context_len=4096, windows=DECODE, logit_cap=True, sinks=True,
-        needs_cpu_seq_lens=True, server={"padded_requests": {"rows", "nothing"}, "takes_empty_batches": True},
+        *DECODE,
+        heads={"families": {"mha", "gqa", "mqa"}, "gqa_ratios": {1, 2, 5, 8, 16}, "head_dims": {64, 128, 192}},
+        kv_pool={"kv_dtypes": FP8, "page_sizes": {1, 16, 32}},
+        bounds={"max_context_len": 4096},
+        windows=DECODE,
+        options={"logit_cap": True, "sinks": True},
+        needs={"cpu_seq_lens": True},
+        server={"padded_requests": {"rows", "nothing"}, "takes_empty_batches": True},
         lse=LogSumExp(base="2", whole=DECODE, pages=DECODE, tokens=DECODE, merges=True),
-    )  # fmt: skip
+    )
 
     def __init__(self, context):
         super().__init__(context)

@@ -29,10 +29,15 @@ class Wrapper:
 
 class HostPlanned(AttentionBackend):
     capabilities = declared(
-        *MODES, families={"mha", "gqa"}, gqa_ratios={1, 3, 4, 8}, kv_dtypes=FP8, head_dims={64, 128, 256},
-        page_sizes={1, 8, 32}, max_context_len=4096, windows=MODES, logit_cap=True, needs_cpu_seq_lens=True,
+        *MODES,
+        heads={"families": {"mha", "gqa"}, "gqa_ratios": {1, 3, 4, 8}, "head_dims": {64, 128, 256}},
+        kv_pool={"kv_dtypes": FP8, "page_sizes": {1, 8, 32}},
+        bounds={"max_context_len": 4096},
+        windows=MODES,
+        options={"logit_cap": True},
+        needs={"cpu_seq_lens": True},
         server={"takes_more_rows": True},
-    )  # fmt: skip
+    )
 
     def __init__(self, context):
         super().__init__(context)

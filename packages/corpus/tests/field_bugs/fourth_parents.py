@@ -8,12 +8,16 @@ import torch
 from plain_backends import Rows, Tiled, declared
 
 SPEC = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
-WIDE = {"gqa_ratios": {2, 4}, "head_dims": {64, 128}, "page_sizes": {1, 16, 64}}
+WIDE = {"heads": {"gqa_ratios": {2, 4}, "head_dims": {64, 128}}, "kv_pool": {"page_sizes": {1, 16, 64}}}
 FP8 = {"same", "fp8_e4m3"}
 
 
+def wide(*modes, **more):
+    return declared(*modes, **WIDE).with_changes(**more)
+
+
 def windowed(*modes, **more):
-    return declared(*modes, **{**WIDE, **more}, windows=set(modes))
+    return wide(*modes, windows=set(modes)).with_changes(**more)
 
 
 class Known(Tiled):
@@ -33,7 +37,7 @@ class Known(Tiled):
 class OwnStart(Known):
     """Where rows begin, in a buffer of its own that graphs read; the last of two requests that have a row writes it."""
 
-    capabilities = declared("decode", "extend", **WIDE, server={"padded_requests": {"nothing"}})
+    capabilities = wide("decode", "extend", server={"padded_requests": {"nothing"}})
     eager = True
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
@@ -71,7 +75,7 @@ class OwnStart(Known):
 class OwnSlots(Known):
     """Slots of new rows, in a buffer of its own that graphs read."""
 
-    capabilities = declared("decode", **WIDE)
+    capabilities = wide("decode")
     eager = True
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):

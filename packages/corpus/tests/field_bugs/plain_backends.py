@@ -31,14 +31,11 @@ def declared(*modes: str, **more: Any) -> Capabilities:
     few = {
         "eager": modes,
         "graph": modes,
-        "families": {"gqa"},
-        "gqa_ratios": {2},
-        "dtypes": {"bf16"},
-        "head_dims": {64},
-        "page_sizes": {1, 16},
-        "max_q_rows": 8,
-        "max_topk": 1,
-        "needs_cpu_seq_lens": False,
+        "heads": {"families": {"gqa"}, "gqa_ratios": {2}, "head_dims": {64}},
+        "precision": {"dtypes": {"bf16"}},
+        "kv_pool": {"page_sizes": {1, 16}},
+        "bounds": {"max_q_rows": 8, "max_topk": 1},
+        "needs": {"cpu_seq_lens": False},
         "server": {"takes_strided_heads": True},
     }
     return Capabilities(**few).with_changes(**more)
@@ -244,7 +241,7 @@ class WithLse(Tiled):
 class Planned(AttentionBackend):
     """The whole interface: lists of pages, one behind the other, in buffers that graphs keep."""
 
-    capabilities = declared("decode", graph=("decode",), needs_cpu_seq_lens=True)
+    capabilities = declared("decode", graph=("decode",), needs={"cpu_seq_lens": True})
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         context = self.context

@@ -14,9 +14,11 @@ class WithKVSplits(Tiled):
     """
 
     capabilities = declared(
-        "decode", "extend", page_sizes={16},
+        "decode",
+        "extend",
+        kv_pool={"page_sizes": {16}},
         lse=LogSumExp(base="e", whole={"decode", "extend"}, prefix={"extend"}, pages={"decode"}, merges=True),
-    )  # fmt: skip
+    )
 
     def held(self, plan, place):
         return place < plan.part_lens[:, None]
@@ -49,7 +51,7 @@ class WithKVSplits(Tiled):
 class RowsAsGiven(Tiled):
     """With an FP8 pool an extend attends its own rows as they were given."""
 
-    capabilities = declared("extend", kv_dtypes={"fp8_e4m3"}, new_rows_as_given={"extend"})
+    capabilities = declared("extend", kv_pool={"kv_dtypes": {"fp8_e4m3"}}, precision={"new_rows_as_given": {"extend"}})
 
     def keys(self, kv, slots, plan):
         stored = [side.float() for side in super().keys(kv, slots, plan)]
@@ -81,7 +83,7 @@ def share_of(scores, seen, v):
 class InChunks(Tiled):
     """The prefix in chunks of 64 keys, folded one after the other into a running result; then the new rows."""
 
-    capabilities = declared("extend", head_dims={64, 96, 192})
+    capabilities = declared("extend", heads={"head_dims": {64, 96, 192}})
     CHUNK = 64
 
     def run(self, q, kv, plan):
@@ -112,7 +114,7 @@ class RowByRow(Tiled):
     """Products of each row are computed alone, so that its bits are a request's own."""
 
     TILE = 16
-    capabilities = declared("decode", batch_invariant=True, deterministic=True)
+    capabilities = declared("decode", promises={"batch_invariant": True, "deterministic": True})
 
     def run(self, q, kv, plan):
         scores, seen, v, rows = self.prepare(q, kv, plan)

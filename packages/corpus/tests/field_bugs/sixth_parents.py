@@ -13,7 +13,7 @@ from attn_testkit.contract import TreeMaskMode, VerifyMask
 class FullMask(Tiled):
     """Trees by a FULL_MASK in a buffer of its own, for as many requests as graphs have."""
 
-    capabilities = declared("target-verify", max_topk=4, max_q_rows=16)
+    capabilities = declared("target-verify", bounds={"max_topk": 4, "max_q_rows": 16})
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         c = self.context
@@ -57,7 +57,9 @@ class Pinned(HostPlanned):
 class Counted(SplitKV):
     """Of a request with one row, the last split to arrive merges them: a counter says so, and is zero again."""
 
-    capabilities = declared("decode", "extend", "target-verify", "draft-extend", "draft-decode", max_draft_branches=2)
+    capabilities = declared(
+        "decode", "extend", "target-verify", "draft-extend", "draft-decode", bounds={"max_draft_branches": 2}
+    )
 
     def reserve(self):
         super().reserve()

@@ -16,19 +16,25 @@ SPEC = ("decode", "target-verify", "draft-extend-v2")
 
 def wide_capabilities(*modes: str, **more: Any) -> Capabilities:
     """Two families, groups and head dims: cases of several shapes are tried."""
-    few = {"families": {"mha", "gqa"}, "gqa_ratios": {2, 4}, "head_dims": {64, 128}, "page_sizes": {1, 16}}
-    return declared(*modes, **{**few, **more})
+    few = {
+        "heads": {"families": {"mha", "gqa"}, "gqa_ratios": {2, 4}, "head_dims": {64, 128}},
+        "kv_pool": {"page_sizes": {1, 16}},
+    }
+    return declared(*modes).with_changes(**few).with_changes(**more)
 
 
 def mla_capabilities(*modes: str, **more: Any) -> Capabilities:
-    few = {"families": {"mla"}, "gqa_ratios": {16}, "head_dims": {512}, "page_sizes": {1, 16, 64}}
-    return declared(*modes, **{**few, **more})
+    few = {
+        "heads": {"families": {"mla"}, "gqa_ratios": {16}, "head_dims": {512}},
+        "kv_pool": {"page_sizes": {1, 16, 64}},
+    }
+    return declared(*modes).with_changes(**few).with_changes(**more)
 
 
 class Latent(Tiled):
     """MLA: one latent row for all heads."""
 
-    capabilities = mla_capabilities(*SPEC, "extend", kv_dtypes=FP8)
+    capabilities = mla_capabilities(*SPEC, "extend", kv_pool={"kv_dtypes": FP8})
 
     def prepare(self, q, kv, plan):
         rows = self.rows_of(q, plan)
@@ -109,7 +115,7 @@ class Owned(Planned):
     """Blocks find their request in a list of the plan; those behind the plan's own have -1 and do nothing."""
 
     nothing = -1
-    capabilities = wide_capabilities("decode", graph=("decode",), needs_cpu_seq_lens=True)
+    capabilities = wide_capabilities("decode", graph=("decode",), needs={"cpu_seq_lens": True})
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         super().init_cuda_graph_state(max_bs, max_num_tokens)

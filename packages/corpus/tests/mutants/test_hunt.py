@@ -22,10 +22,10 @@ BACKEND = """
 from attn_testkit.examples.minimal import MinimalBackend
 
 MOST_ROWS = 1
-_DECODE = {"eager": {"decode"}, "graph": (), "families": {"mha"}, "page_sizes": {16}, "max_topk": 0}
+_DECODE = {"eager": {"decode"}, "graph": (), "heads": {"families": {"mha"}}, "kv_pool": {"page_sizes": {16}}}
 
 class Tiny(MinimalBackend):
-    capabilities = MinimalBackend.capabilities.with_changes(max_q_rows=MOST_ROWS, **_DECODE)
+    capabilities = MinimalBackend.capabilities.with_changes(bounds={"max_q_rows": MOST_ROWS, "max_topk": 0}, **_DECODE)
 
     def run(self, q, kv, plan):
         if plan.page_size > 4096:

@@ -22,7 +22,7 @@ class Line:
     """One declared capability."""
 
     capability: str
-    """A field of ``Capabilities``, or of a record in it: ``server.takes_out``."""
+    """An entry of ``Capabilities``, or a field of a record in it: ``server.takes_out``."""
     value: Any
     place: str
     """``file:Class.function`` under the server's package, where the capability can be read."""
@@ -45,7 +45,8 @@ class BridgeCapabilities:
             record, _, name = line.capability.partition(".")
             if name:
                 in_records.setdefault(record, {})[name] = line.value
-        return Capabilities(**whole).with_changes(**in_records)
+        parts: dict[str, Any] = {name: in_records.pop(name) for name in in_records.keys() - whole.keys()}
+        return Capabilities(**whole, **parts).with_changes(**in_records)
 
 
 def class_of(

@@ -163,7 +163,7 @@ def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
     made = declared.capabilities
     assert isinstance(made, Capabilities)
     if not declared.keeps_states:
-        assert made.kv_layouts == {"custom"}, "SGLang's pools lay themselves out"
+        assert made.kv_pool.kv_layouts == {"custom"}, "SGLang's pools lay themselves out"
     assert made.graph <= made.eager
     same = {"takes_none_kv": False, "eager_without_waits": True, "context_len": SGLANG.context_len}
     assert made.server.with_changes(**same) == SGLANG

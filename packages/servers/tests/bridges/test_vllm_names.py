@@ -103,9 +103,9 @@ def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
         }  # fmt: skip
         assert made.server.with_changes(**changed) == server_conventions.VLLM
     else:
-        assert made.kv_layouts == {"custom"}
+        assert made.kv_pool.kv_layouts == {"custom"}
         assert made.server.with_changes(takes_none_kv=False, drafts_without_prefix=False) == server_conventions.VLLM
-    assert made.max_topk == 1, "CommonAttentionMetadata has no mask and no tree"
+    assert made.bounds.max_topk == 1, "CommonAttentionMetadata has no mask and no tree"
 
 
 @pytest.mark.parametrize("name", [name for name, declared in CAPABILITIES.items() if declared.state_layer])
@@ -125,11 +125,11 @@ def test_groups_are_merged_by_a_flag_alone() -> None:
     plain, merged = CAPABILITIES["flex"], CAPABILITIES["flex_merged"]
     assert (plain.one_kv_group, merged.one_kv_group) == (False, True)
     assert plain.registered == merged.registered
-    assert plain.capabilities.kv_groups
-    assert not merged.capabilities.kv_groups
+    assert plain.capabilities.kv_pool.kv_groups
+    assert not merged.capabilities.kv_pool.kv_groups
     assert merged.capabilities == plain.capabilities.with_changes(
-        kv_groups=False,
-        heads_by_layer=False,
+        kv_pool={"kv_groups": False},
+        heads={"heads_by_layer": False},
         windows={"layers": "one"},
         spans=plain.capabilities.spans.with_changes(by_layer=False),
     )
@@ -186,7 +186,7 @@ def test_the_known_failure_of_mla_is_a_log_sum_exp_that_fp16_cannot_hold() -> No
 @pytest.mark.parametrize(("name", "products"), [("flashmla_fp8", "fp8_e4m3_unscaled"), ("flash_attn_fp8", "fp8_e4m3")])
 def test_known_failures_of_fp8_products_are_single_cases_of_large_logits_on_sm90(name: str, products: str) -> None:
     declared = CAPABILITIES[name].capabilities
-    assert declared.matmul_dtype == products
+    assert declared.precision.matmul_dtype == products
     for known in known_failures_of(f"vllm:{name}"):
         case = parse_case(known.cases)
         assert not not_declared(declared, case)

@@ -29,11 +29,17 @@ class Metadata(TorchNativeSparseBackend):
     """A row's keys are those that the builder's metadata say, in decode and in chunks of prefill."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}, graph=frozenset(), families={"mla"},
-        dtypes={"bf16"}, head_dims={512}, mla_rope_dims={64}, gqa_ratios={16}, page_sizes={_PAGE}, kv_dtypes={"same"},
-        sinks=False, sparse=Sparse(topk={16, 64}, indexer=Indexer(heads={4})), server={"takes_more_rows": False},
-        max_q_rows=4, needs_cpu_seq_lens=True,
-    )  # fmt: skip
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        graph=frozenset(),
+        heads={"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}, "gqa_ratios": {16}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"page_sizes": {_PAGE}, "kv_dtypes": {"same"}},
+        options={"sinks": False},
+        sparse=Sparse(topk={16, 64}, indexer=Indexer(heads={4})),
+        server={"takes_more_rows": False},
+        bounds={"max_q_rows": 4},
+        needs={"cpu_seq_lens": True},
+    )
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

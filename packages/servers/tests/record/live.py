@@ -13,7 +13,7 @@ from attn_testkit_servers.record import watch
 class Live(TorchNativeBackend):
     """As its parent, and asks for lengths on the host."""
 
-    capabilities = TorchNativeBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = TorchNativeBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
 
 PAGE, PAGES, ROWS = 16, 12, 5

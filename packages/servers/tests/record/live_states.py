@@ -10,4 +10,4 @@ from attn_testkit_servers.record import watch
 class LiveStates(TorchNativeStateBackend):
     """As its parent, and asks for lengths on the host."""
 
-    capabilities = TorchNativeStateBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
+    capabilities = TorchNativeStateBackend.capabilities.with_changes(needs={"cpu_seq_lens": True})

@@ -341,13 +341,15 @@ def test_what_has_no_case_is_counted_with_its_reason(lines: list[dict[str, Any]]
 
 def test_with_capabilities_only_what_they_hold_is_left_as_they_hold_it() -> None:
     lines = [batch(), layer(window=3), batch(seq_lens=[70, 1])]
-    narrow = CAPABILITIES.with_changes(windows={"smallest": 5, "layers": "same"}, any_scaling=False)
+    narrow = CAPABILITIES.with_changes(windows={"smallest": 5, "layers": "same"}, options={"any_scaling": False})
     assert next(iter(cases_of(lines, narrow).cases)) == (
         "decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-w5same-usualscale-b2prod"
     )
-    wide = cases_of([batch(), layer(window=3, usual_scaling=True)], CAPABILITIES.with_changes(kv_layouts={"hnd"}))
+    wide = cases_of(
+        [batch(), layer(window=3, usual_scaling=True)], CAPABILITIES.with_changes(kv_pool={"kv_layouts": {"hnd"}})
+    )
     assert list(wide.cases) == ["decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-kvhnd-w3same-usualscale-b2prod"]
-    none = cases_of(lines, CAPABILITIES.with_changes(page_sizes={1}))
+    none = cases_of(lines, CAPABILITIES.with_changes(kv_pool={"page_sizes": {1}}))
     assert dict(none.skipped) == {"not declared: page size 16": 2}
 
 

@@ -102,9 +102,11 @@ def test_a_hybrid_model_has_cases_of_both_kinds_and_a_backend_those_of_its_own()
     of_states, of_softmax = cases_of([LAYER, LINE]).cases
     assert "-gdn2x16-" in of_states
     assert "-gqa8x2-d256-bf16-p64-" in of_softmax
-    wide = STATES.with_changes(head_dims={128}, gqa_ratios={2})
+    wide = STATES.with_changes(heads={"head_dims": {128}, "gqa_ratios": {2}})
     assert list(cases_of([LAYER, LINE], wide).cases) == [of_states]
-    plain = TorchNativeBackend.capabilities.with_changes(head_dims={256}, page_sizes={64}, gqa_ratios={8})
+    plain = TorchNativeBackend.capabilities.with_changes(
+        heads={"head_dims": {256}, "gqa_ratios": {8}}, kv_pool={"page_sizes": {64}}
+    )
     assert list(cases_of([LAYER, LINE], plain).cases) == [of_softmax]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ class DeclaresOtherThingsOnceDescribed(AdversarialBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         if self.cheats:
-            type(self).capabilities = self.capabilities.with_changes(needs_cpu_seq_lens=True)
+            type(self).capabilities = self.capabilities.with_changes(needs={"cpu_seq_lens": True})
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -45,9 +46,9 @@ class _TwoFaced(Capabilities):
     @override
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        if name == "needs_cpu_seq_lens":
+        if name == "needs":
             _TwoFaced.asked += 1
-            return _TwoFaced.asked > 4
+            return replace(found, cpu_seq_lens=_TwoFaced.asked > 4)
         return found
 
     @override
@@ -67,12 +68,14 @@ class _EveryMode(frozenset[Any]):
         return True
 
 
-def _capabilities(kind: type[Capabilities], **changes: Any) -> Capabilities:
+def _capabilities(kind: type[Capabilities], page_sizes: frozenset[Any] = frozenset({16})) -> Capabilities:
+    """Capabilities of this class, with page sizes that nothing has checked."""
     plain = AdversarialBackend.capabilities
-    values = {name: getattr(plain, name) for name in Capabilities.__dataclass_fields__}
+    values: dict[str, Any] = {name: getattr(plain, name) for name in Capabilities.__dataclass_fields__}
     made = kind(**values)
-    for name, value in changes.items():
-        object.__setattr__(made, name, value)
+    pools = replace(plain.kv_pool)
+    object.__setattr__(pools, "page_sizes", page_sizes)
+    object.__setattr__(made, "kv_pool", pools)
     return made
 
 
@@ -87,7 +90,7 @@ class CapabilitiesOfTwoFaces(AdversarialBackend):
 class CapabilitiesThatHoldAnything(AdversarialBackend):
     """Declares a set of page sizes that contains everything, and lists one."""
 
-    capabilities: ClassVar[Capabilities] = _capabilities(Capabilities, page_sizes=_EveryMode({16}))
+    capabilities: ClassVar[Capabilities] = _capabilities(Capabilities, _EveryMode({16}))
 
 
 class _RunsInTheReader(frozenset[Any]):
@@ -102,4 +105,4 @@ class _RunsInTheReader(frozenset[Any]):
 class CapabilitiesThatRunWhereTheyAreRead(AdversarialBackend):
     """Capabilities are pickled as a call of ``os._exit(0)``."""
 
-    capabilities: ClassVar[Capabilities] = _capabilities(Capabilities, page_sizes=_RunsInTheReader({16}))
+    capabilities: ClassVar[Capabilities] = _capabilities(Capabilities, _RunsInTheReader({16}))

@@ -18,13 +18,10 @@ class AdversarialBackend(DenseBackend):
     capabilities: ClassVar[Capabilities] = DenseBackend.capabilities.with_changes(
         eager={"decode"},
         graph={"decode"},
-        families={"gqa"},
-        dtypes={"bf16"},
-        kv_dtypes={"same"},
-        head_dims={64},
-        page_sizes={16},
-        max_q_rows=1,
-        max_topk=0,
+        heads={"families": {"gqa"}, "head_dims": {64}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": {"same"}, "page_sizes": {16}},
+        bounds={"max_q_rows": 1, "max_topk": 0},
         windows={"in_trees": False},
     )
     cheats: ClassVar[bool] = True

@@ -20,14 +20,14 @@ _SERVER = Line("server", SGLANG, "layers/radix_attention.py:RadixAttention.forwa
 _OF_GDN = (
     Line("eager", {D, V, X}, f"{_GDN}:GDNAttnBackend.forward_extend"),
     Line("graph", {D, V}, f"{_HYBRID}:MambaAttnBackendBase._replay_metadata"),
-    Line("families", {"gdn"}, f"{_GDN}:GDNAttnBackend"),
-    Line("dtypes", {"bf16"}, "configs/mamba_utils.py:mamba2_state_dtype"),
-    Line("head_dims", {64, 128}, f"{_GDN_KERNELS}:TritonGDNKernel.extend"),
-    Line("gqa_ratios", {1, 2, 4}, f"{_GDN_KERNELS}:TritonGDNKernel.packed_decode"),
-    Line("page_sizes", {16}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
-    Line("max_q_rows", 6, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
-    Line("max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
-    Line("needs_cpu_seq_lens", False, f"{_GDN}:GDNAttnBackend"),
+    Line("heads.families", {"gdn"}, f"{_GDN}:GDNAttnBackend"),
+    Line("precision.dtypes", {"bf16"}, "configs/mamba_utils.py:mamba2_state_dtype"),
+    Line("heads.head_dims", {64, 128}, f"{_GDN_KERNELS}:TritonGDNKernel.extend"),
+    Line("heads.gqa_ratios", {1, 2, 4}, f"{_GDN_KERNELS}:TritonGDNKernel.packed_decode"),
+    Line("kv_pool.page_sizes", {16}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
+    Line("bounds.max_q_rows", 6, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+    Line("bounds.max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
+    Line("needs.cpu_seq_lens", False, f"{_GDN}:GDNAttnBackend"),
     _SERVER,
     Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
 )
@@ -35,39 +35,39 @@ _KDA = "layers/attention/linear/kda_backend.py"
 _KDA_KERNELS = "layers/attention/linear/kernels/kda_triton.py"
 _OF_KDA = {
     "eager": Line("eager", {D, V, X}, f"{_KDA}:KDAAttnBackend.forward_extend"),
-    "families": Line("families", {"kda"}, f"{_KDA}:KDAAttnBackend"),
-    "gqa_ratios": Line("gqa_ratios", {1}, "configs/kimi_linear.py:KimiLinearConfig.mamba2_cache_params"),
-    "head_dims": Line("head_dims", {64}, f"{_KDA_KERNELS}:TritonKDAKernel.extend"),
-    "max_q_rows": Line("max_q_rows", 6, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
-    "max_topk": Line("max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
-    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
+    "heads.families": Line("heads.families", {"kda"}, f"{_KDA}:KDAAttnBackend"),
+    "heads.gqa_ratios": Line("heads.gqa_ratios", {1}, "configs/kimi_linear.py:KimiLinearConfig.mamba2_cache_params"),
+    "heads.head_dims": Line("heads.head_dims", {64}, f"{_KDA_KERNELS}:TritonKDAKernel.extend"),
+    "bounds.max_q_rows": Line("bounds.max_q_rows", 6, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "bounds.max_topk": Line("bounds.max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
+    "needs.cpu_seq_lens": Line("needs.cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
 }
 _CUTE_DSL = Requires(sm=(90, 90), packages=("flashinfer-python>=0.7.2,<0.8",), compilers=("nvidia-cutlass-dsl>=4.6.2",))
 _OF_GDN_FLASHINFER = {
-    "head_dims": Line("head_dims", {128}, f"{_FLASHINFER}.decode"),
-    "max_topk": Line("max_topk", 1, f"{_FLASHINFER}.target_verify"),
+    "heads.head_dims": Line("heads.head_dims", {128}, f"{_FLASHINFER}.decode"),
+    "bounds.max_topk": Line("bounds.max_topk", 1, f"{_FLASHINFER}.target_verify"),
 }
 _MIXER = "layers/attention/mamba/mamba.py"
 _OF_MAMBA2 = {
     "eager": Line("eager", {D, V, X}, f"{_MIXER}:MambaMixer2.forward"),
-    "families": Line("families", {"mamba"}, f"{_HYBRID}:Mamba2AttnBackend"),
-    "gqa_ratios": Line("gqa_ratios", {1, 2, 4}, f"{_MIXER}:MambaMixer2.forward"),
-    "head_dims": Line("head_dims", {64}, f"{_MIXER}:MambaMixer2.forward"),
-    "max_q_rows": Line("max_q_rows", 6, f"{_MIXER}:MambaMixer2.forward"),
-    "max_topk": Line("max_topk", 1, f"{_MIXER}:MambaMixer2.forward"),
-    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_HYBRID}:Mamba2AttnBackend"),
+    "heads.families": Line("heads.families", {"mamba"}, f"{_HYBRID}:Mamba2AttnBackend"),
+    "heads.gqa_ratios": Line("heads.gqa_ratios", {1, 2, 4}, f"{_MIXER}:MambaMixer2.forward"),
+    "heads.head_dims": Line("heads.head_dims", {64}, f"{_MIXER}:MambaMixer2.forward"),
+    "bounds.max_q_rows": Line("bounds.max_q_rows", 6, f"{_MIXER}:MambaMixer2.forward"),
+    "bounds.max_topk": Line("bounds.max_topk", 1, f"{_MIXER}:MambaMixer2.forward"),
+    "needs.cpu_seq_lens": Line("needs.cpu_seq_lens", False, f"{_HYBRID}:Mamba2AttnBackend"),
 }
 _LIGHTNING = "layers/attention/linear/lightning_backend.py"
 _SEG_LA = "../kernels/ops/attention/linear/seg_la.py:seg_la_fwd"
 _OF_LIGHTNING = {
     "eager": Line("eager", {D, V, X}, f"{_LIGHTNING}:LightningAttentionBackend.forward_extend"),
-    "families": Line("families", {"lightning"}, f"{_LIGHTNING}:LightningAttentionBackend"),
-    "gqa_ratios": Line("gqa_ratios", {1}, _SEG_LA),
+    "heads.families": Line("heads.families", {"lightning"}, f"{_LIGHTNING}:LightningAttentionBackend"),
+    "heads.gqa_ratios": Line("heads.gqa_ratios", {1}, _SEG_LA),
     # A decode takes 128 columns of a key at once, and none of a shorter key.
-    "head_dims": Line("head_dims", {128}, _SEG_LA),
-    "max_q_rows": Line("max_q_rows", 6, _SEG_LA),
-    "max_topk": Line("max_topk", 1, f"{_LIGHTNING}:LightningAttentionBackend.__init__"),
-    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_LIGHTNING}:LightningAttentionBackend"),
+    "heads.head_dims": Line("heads.head_dims", {128}, _SEG_LA),
+    "bounds.max_q_rows": Line("bounds.max_q_rows", 6, _SEG_LA),
+    "bounds.max_topk": Line("bounds.max_topk", 1, f"{_LIGHTNING}:LightningAttentionBackend.__init__"),
+    "needs.cpu_seq_lens": Line("needs.cpu_seq_lens", False, f"{_LIGHTNING}:LightningAttentionBackend"),
 }
 _GDN_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",

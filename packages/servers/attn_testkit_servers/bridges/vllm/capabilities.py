@@ -71,14 +71,14 @@ _CONVENTIONS = {
 (``TargetDependentARSpeculator.propose``). Its kernels also accept drafts without a prefix, and the kit tries such
 drafts."""
 _RUNNER = (
-    Line("max_topk", 1, f"{_BACKEND}:CommonAttentionMetadata"),  # it has no mask and no tree
-    Line("needs_cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # only a bound of them
-    Line("kv_layouts", {"custom"}, f"{_VIEWS}:create_kv_cache_views"),
+    Line("bounds.max_topk", 1, f"{_BACKEND}:CommonAttentionMetadata"),  # it has no mask and no tree
+    Line("needs.cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # only a bound of them
+    Line("kv_pool.kv_layouts", {"custom"}, f"{_VIEWS}:create_kv_cache_views"),
     *(Line(f"server.{name}", getattr(VLLM, name), place) for name, place in _CONVENTIONS.items()),
 )
 """Capabilities that come from the model runner, so every backend has them."""
 
-_OF_KEYS = ("kv_layouts", "server.takes_out", "server.narrower_widths")
+_OF_KEYS = ("kv_pool.kv_layouts", "server.takes_out", "server.narrower_widths")
 _STATES_RUNNER = tuple(line for line in _RUNNER if line.capability not in _OF_KEYS)
 """Capabilities of the model runner for layers without KV cache, which write into their own output."""
 _WINDOWS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
@@ -93,15 +93,15 @@ def _of_states(name: str, registered: str, layer: str, environment: Mapping[str,
 def _hybrid(alone: BridgeCapabilities) -> BridgeCapabilities:
     """Capabilities with softmax layers of ``TRITON_ATTN`` between, in KV cache groups of their own."""
     lines = {line.capability: line for line in alone.lines}
-    lines |= {line.capability: line for line in _RUNNER if line.capability == "kv_layouts"}
+    lines |= {line.capability: line for line in _RUNNER if line.capability == "kv_pool.kv_layouts"}
     state = replace(lines["state"].value, hybrid=True)
     lines |= {"state": Line("state", state, f"{_PLANNING}:get_kv_cache_groups")}
     return replace(alone, lines=tuple(lines.values()))
 
 
 _LAYERS_DIFFER = (
-    Line("kv_groups", True, f"{_PLANNING}:get_kv_cache_groups"),
-    Line("heads_by_layer", True, "v1/worker/gpu/attn_utils.py:init_attn_backend"),
+    Line("kv_pool.kv_groups", True, f"{_PLANNING}:get_kv_cache_groups"),
+    Line("heads.heads_by_layer", True, "v1/worker/gpu/attn_utils.py:init_attn_backend"),
 )
 
 _SPANS = Spans({D, X}, of_prefix=True, by_layer=True)
@@ -116,47 +116,47 @@ _TRITON_LINES = (
     Line("eager", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionMetadataBuilder.build"),
     # AttentionCGSupport.ALWAYS; a draft by update_draft_decode_metadata.
     Line("graph", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionMetadataBuilder.build_for_cudagraph_capture"),
-    Line("families", {"mha", "gqa", "mqa"}, f"{_TRITON}:TritonAttentionImpl.__init__"),
-    Line("head_dims", {64, 128, 256}, f"{_TRITON}:TritonAttentionBackend.supports_head_size"),
-    Line("page_sizes", {16, 32, 64}, f"{_TRITON}:TritonAttentionBackend.get_supported_kernel_block_sizes"),
-    Line("gqa_ratios", {2, 4, 8}, f"{_UNIFIED}:unified_attention"),
-    Line("max_q_rows", 16, f"{_UNIFIED}:unified_attention"),  # MAX_3D_QUERY_LEN is 8: from there on 2D
+    Line("heads.families", {"mha", "gqa", "mqa"}, f"{_TRITON}:TritonAttentionImpl.__init__"),
+    Line("heads.head_dims", {64, 128, 256}, f"{_TRITON}:TritonAttentionBackend.supports_head_size"),
+    Line("kv_pool.page_sizes", {16, 32, 64}, f"{_TRITON}:TritonAttentionBackend.get_supported_kernel_block_sizes"),
+    Line("heads.gqa_ratios", {2, 4, 8}, f"{_UNIFIED}:unified_attention"),
+    Line("bounds.max_q_rows", 16, f"{_UNIFIED}:unified_attention"),  # MAX_3D_QUERY_LEN is 8: from there on 2D
     Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionBackend.supports_sliding_window"),
-    Line("non_causal", {V, X}, f"{_TRITON}:TritonAttentionBackend.supports_non_causal"),
-    Line("logit_cap", True, f"{_TRITON}:TritonAttentionImpl.__init__"),
-    Line("sinks", True, f"{_TRITON}:TritonAttentionBackend.supports_sink"),
-    Line("alibi", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionImpl.__init__"),
+    Line("options.non_causal", {V, X}, f"{_TRITON}:TritonAttentionBackend.supports_non_causal"),
+    Line("options.logit_cap", True, f"{_TRITON}:TritonAttentionImpl.__init__"),
+    Line("options.sinks", True, f"{_TRITON}:TritonAttentionBackend.supports_sink"),
+    Line("options.alibi", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionImpl.__init__"),
     *_LAYERS_DIFFER,
     *_RUNNER,
 )
 _DTYPES = (
-    Line("dtypes", {"fp16", "bf16", "fp32"}, f"{_TRITON}:TritonAttentionBackend"),
-    Line("fp32_products", "tf32", f"{_UNIFIED}:kernel_unified_attention"),
+    Line("precision.dtypes", {"fp16", "bf16", "fp32"}, f"{_TRITON}:TritonAttentionBackend"),
+    Line("precision.fp32_products", "tf32", f"{_UNIFIED}:kernel_unified_attention"),
 )
 _LSE = LogSumExp(base="e", dtype="model", whole={D, V, V2})
 _FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
-_HALF = Line("dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttentionBackend")
+_HALF = Line("precision.dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttentionBackend")
 
 _FLEX_LINES = (
     # Host offsets make the lists of rows: no ragged batch whose lengths are only on the device. No draft's loop in a
     # graph, for supports_draft_decode_metadata_update is False.
     Line("eager", {D, V, V2, X}, f"{_FLEX}:FlexAttentionMetadataBuilder.build"),
     Line("graph", {D, V, V2, X}, f"{_FLEX}:FlexAttentionMetadataBuilder.build_for_cudagraph_capture"),
-    Line("families", {"mha", "gqa", "mqa"}, f"{_FLEX}:FlexAttentionImpl.__init__"),
-    Line("dtypes", {"fp16", "bf16"}, f"{_FLEX}:FlexAttentionBackend"),
-    Line("head_dims", {64, 128}, f"{_FLEX}:FlexAttentionBackend.get_supported_head_sizes"),
-    Line("page_sizes", {16, 32, 64}, f"{_FLEX}:FlexAttentionBackend.get_supported_kernel_block_sizes"),
-    Line("gqa_ratios", {2, 4, 8}, f"{_FLEX}:FlexAttentionImpl.__init__"),
-    Line("max_q_rows", 16, f"{_FLEX}:FlexAttentionMetadata"),
+    Line("heads.families", {"mha", "gqa", "mqa"}, f"{_FLEX}:FlexAttentionImpl.__init__"),
+    Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLEX}:FlexAttentionBackend"),
+    Line("heads.head_dims", {64, 128}, f"{_FLEX}:FlexAttentionBackend.get_supported_head_sizes"),
+    Line("kv_pool.page_sizes", {16, 32, 64}, f"{_FLEX}:FlexAttentionBackend.get_supported_kernel_block_sizes"),
+    Line("heads.gqa_ratios", {2, 4, 8}, f"{_FLEX}:FlexAttentionImpl.__init__"),
+    Line("bounds.max_q_rows", 16, f"{_FLEX}:FlexAttentionMetadata"),
     Line("windows.modes", {D, V, V2, X}, f"{_FLEX}:FlexAttentionBackend.supports_sliding_window"),
-    Line("non_causal", {V, X}, f"{_FLEX}:FlexAttentionBackend.supports_non_causal"),
+    Line("options.non_causal", {V, X}, f"{_FLEX}:FlexAttentionBackend.supports_non_causal"),
     Line("spans", _SPANS, f"{_FLEX}:FlexAttentionBackend.supports_mm_prefix"),
     # The kernel multiplies values of keys that are masked within a page by 0; vLLM's pool begins as zeros.
-    Line("finite_page_tails", {"same"}, "v1/worker/utils.py:allocate_kv_cache"),
+    Line("needs.finite_page_tails", {"same"}, "v1/worker/utils.py:allocate_kv_cache"),
     *_RUNNER,
 )
 
-_FP16_AND_BF16 = Line("dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend")
+_FP16_AND_BF16 = Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend")
 
 
 def _flash_attn(*lines: Line, version: int = 3) -> BridgeCapabilities:
@@ -167,14 +167,16 @@ def _flash_attn(*lines: Line, version: int = 3) -> BridgeCapabilities:
         (
             Line("eager", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.build"),
             Line("graph", graph, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
-            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionImpl.__init__"),
-            Line("head_dims", {64, 128, 256}, f"{_FLASH}:FlashAttentionBackend.supports_head_size"),
-            Line("page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"),
-            Line("gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionImpl.__init__"),
-            Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionMetadata"),
+            Line("heads.families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("heads.head_dims", {64, 128, 256}, f"{_FLASH}:FlashAttentionBackend.supports_head_size"),
+            Line(
+                "kv_pool.page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"
+            ),
+            Line("heads.gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("bounds.max_q_rows", 16, f"{_FLASH}:FlashAttentionMetadata"),
             Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionBackend.supports_sliding_window"),
-            Line("non_causal", {V, X}, f"{_FLASH}:FlashAttentionBackend.supports_non_causal"),
-            Line("logit_cap", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("options.non_causal", {V, X}, f"{_FLASH}:FlashAttentionBackend.supports_non_causal"),
+            Line("options.logit_cap", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
             Line("server.takes_none_kv", True, f"{_FLASH}:FlashAttentionBackend"),
             *_LAYERS_DIFFER,
             *_RUNNER,
@@ -195,12 +197,12 @@ def _flash_mla(module: str, *lines: Line) -> BridgeCapabilities:
             # AttentionCGSupport.UNIFORM_BATCH, and no update of its schedule between the forwards of a draft.
             Line("eager", {D, V, V2}, f"{_FLASH_MLA}:FlashMLAMetadataBuilder._build_decode"),
             Line("graph", {D, V, V2}, f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture"),
-            Line("families", {"mla"}, f"{_FLASH_MLA}:FlashMLABackend"),
-            Line("head_dims", {512}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
-            Line("mla_rope_dims", {64}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
-            Line("gqa_ratios", {16, 64, 128}, f"{_FLASH_MLA}:FlashMLAImpl.forward_mqa"),
-            Line("page_sizes", {64}, f"{_FLASH_MLA}:FlashMLABackend.get_supported_kernel_block_sizes"),
-            Line("max_q_rows", 16, f"{_FLASH_MLA}:FlashMLAMetadataBuilder"),  # reorder_batch_threshold is 128
+            Line("heads.families", {"mla"}, f"{_FLASH_MLA}:FlashMLABackend"),
+            Line("heads.head_dims", {512}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("heads.mla_rope_dims", {64}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("heads.gqa_ratios", {16, 64, 128}, f"{_FLASH_MLA}:FlashMLAImpl.forward_mqa"),
+            Line("kv_pool.page_sizes", {64}, f"{_FLASH_MLA}:FlashMLABackend.get_supported_kernel_block_sizes"),
+            Line("bounds.max_q_rows", 16, f"{_FLASH_MLA}:FlashMLAMetadataBuilder"),  # reorder_batch_threshold is 128
             *_RUNNER,
             *lines,
         ),
@@ -222,8 +224,8 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         (
             *_TRITON_LINES,
             *_DTYPES,
-            Line("deterministic", True, f"{_TRITON}:TritonAttentionBackend.supports_batch_invariance"),
-            Line("batch_invariant", True, f"{_TRITON}:TritonAttentionBackend.supports_batch_invariance"),
+            Line("promises.deterministic", True, f"{_TRITON}:TritonAttentionBackend.supports_batch_invariance"),
+            Line("promises.batch_invariant", True, f"{_TRITON}:TritonAttentionBackend.supports_batch_invariance"),
         ),
         environment={"VLLM_BATCH_INVARIANT": "1"},
     ),
@@ -232,9 +234,9 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         (
             *_TRITON_LINES,
             _HALF,
-            Line("kv_dtypes", {"fp8_e4m3"}, f"{_TRITON}:TritonAttentionBackend"),
+            Line("kv_pool.kv_dtypes", {"fp8_e4m3"}, f"{_TRITON}:TritonAttentionBackend"),
             # The layer rounds queries to FP8 if the implementation takes them so.
-            Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
+            Line("precision.matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
         ),
     ),
     "triton_per_token_head": BridgeCapabilities(
@@ -242,10 +244,10 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         (
             *_TRITON_LINES,
             # In fp16 some cases exceed the limit by up to 1.1 times, for a reason that is not proven.
-            Line("dtypes", {"bf16"}, f"{_TRITON}:TritonAttentionBackend"),
+            Line("precision.dtypes", {"bf16"}, f"{_TRITON}:TritonAttentionBackend"),
             # Its int4_per_token_head is not known to the kit: rows are rotated, and queries in the kernel.
             Line(
-                "kv_dtypes",
+                "kv_pool.kv_dtypes",
                 {"int8_per_token_head", "fp8_per_token_head"},
                 f"{_TRITON}:TritonAttentionBackend.customize_spec",
             ),
@@ -257,28 +259,32 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
             # AttentionCGSupport.UNIFORM_BATCH; a request of more rows than others is a prefill, which is not absorbed.
             Line("eager", {D, V, V2, DD}, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
             Line("graph", {D, V, V2, DD}, f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture"),
-            Line("families", {"mla"}, f"{_TRITON_MLA}:TritonMLABackend"),
-            Line("dtypes", {"fp16", "bf16"}, f"{_TRITON_MLA}:TritonMLABackend"),
-            Line("kv_dtypes", {"same", "fp8_e4m3"}, f"{_TRITON_MLA}:TritonMLABackend"),
-            Line("head_dims", {512}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
-            Line("mla_rope_dims", {64}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
-            Line("gqa_ratios", {4, 16, 128}, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
-            Line("page_sizes", {16, 32, 64}, f"{_TRITON_MLA}:TritonMLABackend.get_supported_kernel_block_sizes"),
-            Line("max_q_rows", 16, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            Line("heads.families", {"mla"}, f"{_TRITON_MLA}:TritonMLABackend"),
+            Line("precision.dtypes", {"fp16", "bf16"}, f"{_TRITON_MLA}:TritonMLABackend"),
+            Line("kv_pool.kv_dtypes", {"same", "fp8_e4m3"}, f"{_TRITON_MLA}:TritonMLABackend"),
+            Line("heads.head_dims", {512}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("heads.mla_rope_dims", {64}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("heads.gqa_ratios", {4, 16, 128}, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            Line(
+                "kv_pool.page_sizes", {16, 32, 64}, f"{_TRITON_MLA}:TritonMLABackend.get_supported_kernel_block_sizes"
+            ),
+            Line("bounds.max_q_rows", 16, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
             # In the dtype of the queries, as it is made there.
             Line("lse", _LSE, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
             *_RUNNER,
         ),
         compiled_store=True,  # concat_and_cache_mla
     ),
-    "flashmla": _flash_mla("vllm._flashmla_C", Line("dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend")),
+    "flashmla": _flash_mla(
+        "vllm._flashmla_C", Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend")
+    ),
     "flashmla_fp8": _flash_mla(
         "vllm._flashmla_extension_C",
         # Its outputs are bf16 (``fwd_kvcache_mla_fp8``).
-        Line("dtypes", {"bf16"}, f"{_FLASH_MLA}:FlashMLABackend"),
-        Line("kv_dtypes", {"fp8_e4m3"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        Line("precision.dtypes", {"bf16"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        Line("kv_pool.kv_dtypes", {"fp8_e4m3"}, f"{_FLASH_MLA}:FlashMLABackend"),
         # The kernel rounds probabilities to e4m3 as they are, without a factor.
-        Line("matmul_dtype", "fp8_e4m3_unscaled", f"{_MLA}:MLAAttention.forward_impl"),
+        Line("precision.matmul_dtype", "fp8_e4m3_unscaled", f"{_MLA}:MLAAttention.forward_impl"),
     ),
     "flashmla_sparse": BridgeCapabilities(
         "FLASHMLA_SPARSE",
@@ -286,14 +292,14 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
             # AttentionCGSupport.UNIFORM_BATCH, and no update of its metadata between the forwards of a draft.
             Line("eager", {D, V, V2, X}, f"{_FLASH_SPARSE}:FlashMLASparseMetadataBuilder.build"),
             Line("graph", {D, V, V2}, f"{_FLASH_SPARSE}:FlashMLASparseMetadataBuilder"),
-            Line("families", {"mla"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.is_mla"),
-            Line("dtypes", {"bf16"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend"),
-            Line("head_dims", {512}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
-            Line("mla_rope_dims", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
+            Line("heads.families", {"mla"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.is_mla"),
+            Line("precision.dtypes", {"bf16"}, f"{_FLASH_SPARSE}:FlashMLASparseBackend"),
+            Line("heads.head_dims", {512}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
+            Line("heads.mla_rope_dims", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_head_sizes"),
             # Queries are padded to 64 heads.
-            Line("gqa_ratios", {16, 64, 128}, f"{_FLASH_SPARSE}:FlashMLASparseImpl._bf16_flash_mla_kernel"),
-            Line("page_sizes", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_kernel_block_sizes"),
-            Line("max_q_rows", 16, f"{_FLASH_SPARSE}:FlashMLASparseImpl.forward_mqa"),
+            Line("heads.gqa_ratios", {16, 64, 128}, f"{_FLASH_SPARSE}:FlashMLASparseImpl._bf16_flash_mla_kernel"),
+            Line("kv_pool.page_sizes", {64}, f"{_FLASH_SPARSE}:FlashMLASparseBackend.get_supported_kernel_block_sizes"),
+            Line("bounds.max_q_rows", 16, f"{_FLASH_SPARSE}:FlashMLASparseImpl.forward_mqa"),
             Line(
                 "sparse",
                 # The kernel reads 128 indices at a time (``params.topk % (2*B_TOPK) == 0``).
@@ -315,13 +321,13 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
             # AttentionCGSupport.NEVER, and no update of its metadata between the forwards of a draft. Host offsets make
             # the list of rows: no ragged batch whose lengths are only on the device.
             Line("eager", {D, V, V2, X}, f"{_SPARSE_MLA}:XPUMLASparseMetadataBuilder.build"),
-            Line("families", {"mla"}, f"{_SPARSE_MLA}:XPUMLASparseBackend.is_mla"),
-            Line("dtypes", {"bf16"}, f"{_SPARSE_MLA}:XPUMLASparseImpl._forward_bf16_kv"),
-            Line("head_dims", {512}, f"{_SPARSE_MLA}:XPUMLASparseBackend.get_supported_head_sizes"),
-            Line("mla_rope_dims", {64}, f"{_SPARSE_MLA}:XPUMLASparseBackend.get_supported_head_sizes"),
-            Line("gqa_ratios", {16, 64}, f"{_SPARSE_MLA}:XPUMLASparseImpl._forward_bf16_kv"),
-            Line("page_sizes", {16, 64}, f"{_SPARSE_MLA}:XPUMLASparseBackend.customize_spec"),
-            Line("max_q_rows", 16, f"{_SPARSE_MLA}:XPUMLASparseImpl.forward_mqa"),
+            Line("heads.families", {"mla"}, f"{_SPARSE_MLA}:XPUMLASparseBackend.is_mla"),
+            Line("precision.dtypes", {"bf16"}, f"{_SPARSE_MLA}:XPUMLASparseImpl._forward_bf16_kv"),
+            Line("heads.head_dims", {512}, f"{_SPARSE_MLA}:XPUMLASparseBackend.get_supported_head_sizes"),
+            Line("heads.mla_rope_dims", {64}, f"{_SPARSE_MLA}:XPUMLASparseBackend.get_supported_head_sizes"),
+            Line("heads.gqa_ratios", {16, 64}, f"{_SPARSE_MLA}:XPUMLASparseImpl._forward_bf16_kv"),
+            Line("kv_pool.page_sizes", {16, 64}, f"{_SPARSE_MLA}:XPUMLASparseBackend.customize_spec"),
+            Line("bounds.max_q_rows", 16, f"{_SPARSE_MLA}:XPUMLASparseImpl.forward_mqa"),
             Line(
                 "sparse",
                 Sparse(topk={128, 2048}, holes=True, empty_rows=True),
@@ -335,19 +341,19 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
     # A model with ALiBi has this version on every GPU (``get_flash_attn_version``).
     "flash_attn_2": _flash_attn(
         _FP16_AND_BF16,
-        Line("alibi", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+        Line("options.alibi", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionImpl.__init__"),
         version=2,
     ),
     # The kernel accepts only sinks in bf16, and a model of fp16 has them in fp16 (``make_attention_sink``).
     "flash_attn_sinks": _flash_attn(
-        Line("dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
-        Line("sinks", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
+        Line("precision.dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
+        Line("options.sinks", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
     ),
     "flash_attn_fp8": _flash_attn(
         # Its outputs are bf16 (``mha_fwd``).
-        Line("dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
-        Line("kv_dtypes", {"fp8_e4m3"}, f"{_FLASH}:FlashAttentionBackend.supports_kv_cache_dtype"),
-        Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
+        Line("precision.dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
+        Line("kv_pool.kv_dtypes", {"fp8_e4m3"}, f"{_FLASH}:FlashAttentionBackend.supports_kv_cache_dtype"),
+        Line("precision.matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
     ),
     "flashinfer": BridgeCapabilities(
         "FLASHINFER",
@@ -355,20 +361,22 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
             # Its wrappers, which plan on the host. Requests of several rows are prefills, and those have no graphs.
             Line("eager", {D, V, V2, X}, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
             Line("graph", {D}, f"{_FLASHINFER}:FlashInferMetadataBuilder.get_cudagraph_support"),
-            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASHINFER}:FlashInferImpl.__init__"),
-            Line("dtypes", {"fp16", "bf16"}, f"{_FLASHINFER}:FlashInferBackend"),
-            Line("head_dims", {64, 128, 256}, f"{_FLASHINFER}:FlashInferBackend.get_supported_head_sizes"),
-            Line("page_sizes", {16, 32, 64}, f"{_FLASHINFER}:FlashInferBackend.get_supported_kernel_block_sizes"),
-            Line("gqa_ratios", {2, 4, 8}, f"{_FLASHINFER}:FlashInferImpl.__init__"),
-            Line("max_q_rows", 16, f"{_FLASHINFER}:FIPrefill"),
+            Line("heads.families", {"mha", "gqa", "mqa"}, f"{_FLASHINFER}:FlashInferImpl.__init__"),
+            Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASHINFER}:FlashInferBackend"),
+            Line("heads.head_dims", {64, 128, 256}, f"{_FLASHINFER}:FlashInferBackend.get_supported_head_sizes"),
+            Line(
+                "kv_pool.page_sizes", {16, 32, 64}, f"{_FLASHINFER}:FlashInferBackend.get_supported_kernel_block_sizes"
+            ),
+            Line("heads.gqa_ratios", {2, 4, 8}, f"{_FLASHINFER}:FlashInferImpl.__init__"),
+            Line("bounds.max_q_rows", 16, f"{_FLASHINFER}:FIPrefill"),
             Line("windows.modes", {D, V, V2, X}, f"{_FLASHINFER}:FlashInferBackend.supports_sliding_window"),
-            Line("non_causal", {V, X}, f"{_FLASHINFER}:FlashInferBackend.supports_non_causal"),
+            Line("options.non_causal", {V, X}, f"{_FLASHINFER}:FlashInferBackend.supports_non_causal"),
             # All layers that share metadata have one scale and one soft cap.
-            Line("any_scaling", False, "v1/attention/backends/utils.py:infer_global_hyperparameters"),
+            Line("options.any_scaling", False, "v1/attention/backends/utils.py:infer_global_hyperparameters"),
             Line("server.takes_none_kv", True, f"{_FLASHINFER}:FlashInferBackend"),
             *_LAYERS_DIFFER,
-            *(line for line in _RUNNER if line.capability != "needs_cpu_seq_lens"),
-            Line("needs_cpu_seq_lens", True, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
+            *(line for line in _RUNNER if line.capability != "needs.cpu_seq_lens"),
+            Line("needs.cpu_seq_lens", True, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
             Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferBackend"),
         ),
         compiled_kernel=True,

@@ -17,7 +17,7 @@ from .imports import STABLE, Machine
 
 def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> type[AttentionBackend]:
     """The class for one of the names of ``declared.CLAIMS``."""
-    parent: type[VLLMBackend] = VLLMLatentBackend if "mla" in declared.capabilities.families else VLLMBackend
+    parent: type[VLLMBackend] = VLLMLatentBackend if "mla" in declared.capabilities.heads.families else VLLMBackend
     registry: Any = AttentionBackendEnum
     if declared.state_layer:
         # Its modules import models of vLLM, which the other classes do not need.

@@ -1,0 +1,54 @@
+"""KV pools that a backend supports: dtypes, page sizes, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from .context import BackendContext
+from .declared import Declared
+from .kv_layouts import KV_LAYOUTS
+from .refusal import Refusal, first_outside, kv_dtype_of
+from .row_format import ROW_FORMATS
+
+__all__ = ["KV_DTYPES", "KVPools"]
+
+KV_DTYPES = ("same", "fp8_e4m3", *ROW_FORMATS)
+
+
+@dataclass(frozen=True)
+class KVPools(Declared):
+    """Paged KV memory that a backend supports: ``KVPools(kv_dtypes={"fp8_e4m3"}, page_sizes={64})``.
+
+    ``BackendContext.kv_pool`` is the pool of an instance. Raises ``ValueError`` for an unknown dtype or layout.
+    """
+
+    kv_dtypes: Set[str] = frozenset({"same"})
+    """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or rows of a format of
+    ``contract/row_format.py``. Their scales are stored in the row or separately: ``fp8_ds_mla`` for MLA in bf16;
+    ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16`` and ``int4_group8``
+    for K and V."""
+    page_sizes: Set[int] = frozenset({16})
+    """Page sizes of the KV pool, in slots."""
+    kv_layouts: Set[str] = frozenset({"nhd"})
+    """Layouts of the KV pool in memory, of those that ``KVPool`` lists. With ``custom`` the class allocates the pool
+    itself, in ``AttentionBackend.lay_out_kv_pool``. ``KVPool.layout`` is the layout of an instance."""
+    kv_groups: bool = False
+    """True: layers may have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens
+    for windowed layers, and others for the rest. False: all layers share one. In draft-decode they always do."""
+
+    _GUESSED = ("page_sizes",)
+
+    def _check(self) -> None:
+        self._check_words("kv_dtypes", KV_DTYPES)
+        self._check_words("kv_layouts", KV_LAYOUTS)
+        self._check_numbers("page_sizes", 1)
+        self._check_flags()
+
+    def refused(self, context: BackendContext) -> Iterator[Refusal]:
+        """Dtype, page size, layout and KV groups of a context's pool that are not declared."""
+        yield from first_outside("KV dtype", [kv_dtype_of(context)], self.kv_dtypes)
+        yield from first_outside("page size", [context.page_size], self.page_sizes)
+        yield from first_outside("KV layout", [context.kv_pool.layout], self.kv_layouts)
+        if len(context.groups) > 1 and not self.kv_groups:
+            yield "number of KV groups", len(context.groups)
