@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -77,7 +76,7 @@ class FlashDecode(KernelBackend):
 class FlashDecodeOfFloat32(FlashDecode):
     """Declares float32 and leaves `tl.dot` its default."""
 
-    capabilities = replace(FlashDecode.capabilities, dtypes={"fp32"})
+    capabilities = FlashDecode.capabilities.with_changes(precision={"dtypes": {"fp32"}})
 
 
 class FlashDecodeOfFloat32InFull(FlashDecodeOfFloat32):

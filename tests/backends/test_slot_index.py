@@ -75,8 +75,8 @@ def test_scales_are_tensors_of_the_layer() -> None:
         assert (scale.tolist(), scale.dtype) == ([value], torch.float32)
 
 
-def test_the_adapter_is_40_lines() -> None:
-    assert len(Path(adapter.__file__).read_text().splitlines()) <= 40
+def test_the_adapter_is_30_lines_after_its_imports() -> None:
+    assert len(Path(adapter.__file__).read_text().partition("\nclass ")[2].splitlines()) <= 30
 
 
 @pytest.mark.parametrize(("mode", "execution"), [("extend", "graph"), ("draft-decode", "eager")])

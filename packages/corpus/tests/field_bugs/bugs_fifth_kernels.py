@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fifth_parents_triton import Packed
 
 from attn_testkit_corpus.faults.catalogue import bug, helper
@@ -42,7 +40,7 @@ class ZeroLenStore(Packed):
 class HeadTilesCross(Packed):
     """Groups of more than 16 heads are cut into tiles of 16, and a tile may reach into the next KV head's group."""
 
-    capabilities = replace(Packed.capabilities, gqa_ratios={2, 8, 20, 24})
+    capabilities = Packed.capabilities.with_changes(heads={"gqa_ratios": {2, 8, 20, 24}})
 
     @helper
     def tiles(self, layer):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from fifth_parents_varlen import Varlen
 from fifth_parents_wrapper import HostPlanned
@@ -66,7 +64,9 @@ class CascadeBatch(Varlen):
 class FarPages(HostPlanned):
     """Of pages of more than 128 slots only those of the first 4096 keys, and the last, are right."""
 
-    capabilities = replace(HostPlanned.capabilities, page_sizes={128, 256}, max_context_len=16384)
+    capabilities = HostPlanned.capabilities.with_changes(
+        kv_pool={"page_sizes": {128, 256}}, bounds={"max_context_len": 16384}
+    )
 
     def keep(self, seen, index, lens):
         size = self.context.page_size

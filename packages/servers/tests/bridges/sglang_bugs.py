@@ -7,7 +7,6 @@ Each changes one object of SGLang's, and nothing of how it is driven. Importing 
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,9 +105,10 @@ class WindowsInDecode(Triton):
 class FP8(Triton):
     """sglang #22277: layers that share KV read FP8 rows back, which the extend kernel does not take."""
 
-    capabilities = dataclasses.replace(
-        Triton.capabilities,
-        kv_dtypes={"fp8_e4m3"},
-        matmul_dtype="fp8_e4m3",
-        new_rows_as_given={"target-verify", "draft-extend", "draft-extend-v2", "extend"},
+    capabilities = Triton.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"fp8_e4m3"}},
+        precision={
+            "matmul_dtype": "fp8_e4m3",
+            "new_rows_as_given": {"target-verify", "draft-extend", "draft-extend-v2", "extend"},
+        },
     )

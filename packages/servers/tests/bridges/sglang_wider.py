@@ -16,7 +16,7 @@ FlashInfer: Any = backend_class("flashinfer")
 class SoftCap(FlashInfer):
     """sglang #33915: the cap is given to a run, and the plan's kernel has none."""
 
-    capabilities = dataclasses.replace(FlashInfer.capabilities, logit_cap=True)
+    capabilities = FlashInfer.capabilities.with_changes(options={"logit_cap": True})
 
 
 class WindowsInVerify(FlashInfer):
