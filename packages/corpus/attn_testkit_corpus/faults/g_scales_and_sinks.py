@@ -219,3 +219,14 @@ class SoftCapLostOnWindowedLayers(DenseBackend):
 
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0) if layer.sliding_window_size >= 0 else layer)
+
+
+@fault("general", "matches-oracle", "scale", modes="decode")
+class ScalesOfACheckpointForAnUnscaledPool(DenseBackend):
+    """K and V are stored unscaled, in the model's dtype, and multiplied by the scales of an FP8 checkpoint all the
+    same. vLLM sets them to 1 in this case.
+    """
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"same"}}, server={"takes_unused_scales": True}
+    )

@@ -446,7 +446,9 @@ class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
     modelled="rows have a float32 for each column of the request table, of which only those of keys are computed here",
 )
 class IndexerRowsBehind2GiB(IndexerParent):
-    """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or later are not stored, and are 0."""
+    """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or later (``wide_scores``) are not stored,
+    and are 0.
+    """
 
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
