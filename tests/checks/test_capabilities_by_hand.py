@@ -132,8 +132,8 @@ def test_a_window_a_cap_and_sinks_that_are_not_declared() -> None:
     assert not {"a sliding window", "a soft cap", "attention sinks"} & set(outside())
     for changes, name in (
         ({"windows": {"target-verify"}}, "a sliding window"),
-        ({"logit_cap": False}, "a soft cap"),
-        ({"sinks": False}, "attention sinks"),
+        ({"options": {"logit_cap": False}}, "a soft cap"),
+        ({"options": {"sinks": False}}, "attention sinks"),
     ):
         found = outside(CAPABILITIES.with_changes(**changes))
         assert [key for key in found if key.startswith(("a ", "attention"))] == [name]
@@ -336,10 +336,10 @@ OTHER_HEADS = "a layer whose heads differ from the first layer's"
     ("heads", "declared", "shape"),
     [
         ("gqa2x2-d32", {}, (4, 2, 64)),
-        ("gqa2x2-d32", {"head_dims": {32}}, (8, 4, 32)),
-        ("mha1-d32", {"head_dims": {32}}, (2, 2, 32)),
-        ("mqa4-d32", {"head_dims": {32}}, None),
-        ("mqa4-d32", {"head_dims": {16, 32}}, (4, 1, 16)),
+        ("gqa2x2-d32", {"heads": {"head_dims": {32}}}, (8, 4, 32)),
+        ("mha1-d32", {"heads": {"head_dims": {32}}}, (2, 2, 32)),
+        ("mqa4-d32", {"heads": {"head_dims": {32}}}, None),
+        ("mqa4-d32", {"heads": {"head_dims": {16, 32}}}, (4, 1, 16)),
         ("mla4-d32r16", {}, None),
     ],
 )
@@ -349,7 +349,7 @@ def test_a_layer_of_other_heads_than_the_first(
     case = f"decode-{heads}-fp32-p4-k5.9-shuffled-gauss-layers3from5-b3prod"
     layers = make_layers(parse_case(case))
     fields = {"layers": layers, "kv_pool": KVPool(64, 4, layers, torch.float32, CPU)}
-    undeclared = CAPABILITIES.with_changes(heads={"heads_by_layer": False}, **declared)
+    undeclared = CAPABILITIES.with_changes(heads={"heads_by_layer": False}).with_changes(**declared)
     asked = outside(undeclared, **fields).get(OTHER_HEADS)
     assert OTHER_HEADS not in outside(CAPABILITIES.with_changes(**declared), **fields), "declared"
     assert OTHER_HEADS not in outside(undeclared, layers=layers[:1]), "of one layer"

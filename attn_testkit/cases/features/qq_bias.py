@@ -108,7 +108,9 @@ QQ_BIAS = Feature(
     ),
     describe=lambda case: {"qq_bias": _PHRASES[case.qq_bias]},
     declared=(Asked(lambda case: "additive bias" + " for each request" * (case.qq_bias == "own"), _declared),),
-    values=Columns(_columns, meets={"qq_bias": ("prefixes", "new_tokens", "window", "logit_cap", "sinks")}, further=("qq_bias",)),
+    values=Columns(
+        _columns, meets={"qq_bias": ("prefixes", "new_tokens", "window", "logit_cap", "sinks")}, further=("qq_bias",)
+    ),
     covered=(
         option(
             "additive bias",
