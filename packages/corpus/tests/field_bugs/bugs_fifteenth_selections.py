@@ -26,7 +26,7 @@ class OfMode(IndexerParent):
 
 @bug(
     "vllm #51318",
-    "decode-mla16-d64r64-bf16-p16-k7x2-reversed-gauss-sel16-layers2from5-b2prod",
+    "decode-mla16-d128r64-bf16-p16-k7x2-reversed-gauss-sel16-layers2from5-b2prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -102,7 +102,7 @@ class WorkspaceOfBoth(SparseParent):
         return selected[:, order]
 
 
-@bug("sglang-jax #1376", "decode-mqa4-d64-bf16-p64-k3.133.33.17-shuffled-one_hot-sel8of16-b7nan")
+@bug("sglang-jax #1376", "decode-mqa4-d128-bf16-p64-k133.3.0.64.9.33.1.17.5-shuffled-mean-sel8of16holes-b10nan")
 class PageAsBlock(SparseBlocks):
     """A selected block has as many keys as a page."""
 
@@ -115,7 +115,7 @@ class PageAsBlock(SparseBlocks):
 
 @bug(
     "vllm #51323",
-    "decode-mqa4-d64-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4-b4prod",
+    "decode-mla16-d128r32-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4-b4prod",
     "selection-well-formed",
     execution="graph",
 )
@@ -139,7 +139,7 @@ class TailOfLastStep(IndexerParent):
         return kept.clone()
 
 
-@bug("aiter #5525", "decode-mqa4-d64-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4-b4prod", "selects-best")
+@bug("aiter #5525", "decode-mla16-d128r32-bf16-p16-k0.1.16-contiguous-mean-sel16-idx4-b4prod", "selects-best")
 class RowsOf132(IndexerParent):
     """Keys of a page are read as if each had its scale behind it (in the thread: the other way round)."""
 
