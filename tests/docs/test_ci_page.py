@@ -80,7 +80,7 @@ def test_the_entry_point_is_found_and_its_backend_is_run(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-pkg\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[attn_testkit.backends]\n{name} = {spec}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    case = "decode-gqa8x2-d64-fp16-p16-k3.37.9.17-reversed-one_hot-b4prod"
+    case = "decode-gqa2x2-d64-fp16-p16-k3.37.9.17-contiguous-gauss-b4prod"
     code = main(["run", "--backend", name, "--device", "cpu", "--mode", "decode", "--case", case, "--in-process"])
     out, err = capsys.readouterr()
     assert code == 0, out + err

@@ -177,7 +177,7 @@ def _few_significands(out: torch.Tensor, heads: torch.Tensor) -> bool:
     ``out`` [T, Hq, D], ``heads`` [T, Hq] bool.
     """
     significands, _ = torch.frexp(out[heads].double())
-    return len(set(significands.abs().tolist())) <= _MOST_SIGNIFICANDS
+    return len(set(significands.abs().flatten().tolist())) <= _MOST_SIGNIFICANDS
 
 
 _MOST_SIGNIFICANDS = 40

@@ -45,7 +45,7 @@ class TrimmedByCapacity(Known):
 
 @bug(
     "aiter #4711",
-    "target-verify-gqa2x2-d128-bf16-p1-k3.21.5.17-chain7-interleaved-rising_logits-b5prod",
+    "target-verify-gqa2x2-d128-bf16-p1-k7.8.9-chain7-interleaved-rising_logits-b4prod",
     "finite",
     execution="graph",
 )
@@ -190,7 +190,7 @@ class KeepsLastWindow(Known):
 
 @bug(
     "vLLM-2080Ti-Definitive #183",
-    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "decode-gqa2x3-d64-bf16-p1-k9.70-shuffled-gauss-b3prod",
     "writes-own-kv",
     execution="graph",
 )
