@@ -8,7 +8,6 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.contract import ForwardMode
-from attn_testkit.families.table import family_of
 from attn_testkit.watches.pool_rows import BITS
 
 _LAST_ROW_HAS_KEYS = frozenset(
@@ -51,4 +50,4 @@ def _layers_of_one_state(case: Case, requests: int) -> frozenset[int]:
         return frozenset()
     if case.mode.is_target_verify() and state.rollback == "commit":
         return frozenset()
-    return frozenset(i for i, layer in enumerate(family_of(case).layers(case)) if layer.head_layout.has_state)
+    return frozenset(case.places("recurrent"))

@@ -63,9 +63,12 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         several = minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
         if tier == "smoke" and not minimal.heads.layout.values_in_keys:
             several = several.with_changes(head_dim=min(declared.heads.head_dims))
-        # Requests of few keys hide whose offsets and whose partial results a mode uses.
-        lens = (_SEVERAL * minimal.bs)[: minimal.bs]
-        yield several if max(minimal.prefixes) >= max(_SEVERAL) else several.with_changes(prefixes=lens)
+        # Few requests, or requests of few keys, hide whose offsets and whose partial results a mode uses.
+        if minimal.bs < len(_SEVERAL) or max(minimal.prefixes) < max(_SEVERAL):
+            count = max(minimal.bs, len(_SEVERAL))
+            counted = several.rows.counted((several.new * count)[:count])
+            several = several.with_changes(prefixes=(_SEVERAL * count)[:count], rows=counted, bucket=count + 1)
+        yield several
     if minimal.draft:
         yield from _loops(declared, minimal, tier)
     if tier == "smoke":

@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.states_of_servers import SlotsParent, SnapshotsP
 
 @bug(
     "vllm-xpu-kernels #399",
-    "extend-gdn4x2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-strong_decay-k64w4s32-b3prod",
+    "extend-gdn3x2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-no_decay-k64w4s32-b3nan",
     "output-written",
 )
 class FeaturesOf256(StateParent):
@@ -59,7 +59,7 @@ class NoCopiesIfSpeculating(SnapshotsParent):
 
 @bug(
     "vllm-ascend #11408",
-    "target-verify-gdn4x2-d64-bf16-p16-k5.1.30-chain6-shuffled-unit_keys-k64w4s32.slots-b4prod",
+    "target-verify-gdn4x2-d64-bf16-p16-k5.1.30-chain4-shuffled-unit_keys-k64w4s32.slots-b4prod",
     "writes-own-state",
     execution="graph",
 )

@@ -7,7 +7,7 @@ from fifth_parents_triton import Packed
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
-@bug("vllm #57614", "decode-mha2-d128-bf16-p32-k7x2-contiguous-shifted-w46-sink-b3nan", execution="graph")
+@bug("vllm #57614", "decode-mha2-d64-bf16-p32-k600.70.12-contiguous-shifted-w46-sink-b4nan", execution="graph")
 class SixteenSlotPages(Packed):
     """Pages of 32 slots are read as if they had 16."""
 
@@ -57,7 +57,7 @@ class HeadTilesCross(Packed):
 
 @bug(
     "pytorch #151359",
-    "target-verify-gqa6x2-d64-fp16-p16-k0.1.16-chain4-shuffled-one_hot-w11-sink-b4prod-zero_length_padding",
+    "target-verify-gqa6x2-d128-fp16-p32-k0.1.32-chain4-shared-gauss-cap1.5-sink-b4nan",
     "completes",
 )
 class PowerOfTwoGroups(Packed):

@@ -74,7 +74,7 @@ class RowsAsRequests(HostPlanned):
 
 @bug(
     "rvllm #32",
-    "decode-gqa8x2-d64-bf16-p8-k13-interleaved-rising_logits-w46-b1prod-overlap_scheduling",
+    "decode-gqa8x2-d256-bf16-p1-k13-interleaved-rising_logits-w46-b1prod-overlap_scheduling",
     "writes-own-kv",
     execution="graph",
 )

@@ -99,7 +99,7 @@ class WritesScalesElsewhere(PackedKV):
 
 @bug(
     "vllm #49716",
-    "decode-gqa4x2-d64-bf16-p16-k21-interleaved-rising_logits-kvint8pertokenhead-kvpaddedpages-b4nan",
+    "decode-gqa4x2-d128-bf16-p16-k15.16.17-interleaved-rising_logits-kvint8pertokenhead-kvpaddedpages-b6nan",
     "writes-own-kv",
 )
 class StridesOfShape(WritesScalesElsewhere):
