@@ -68,7 +68,7 @@ class PackedByActiveWidth(SparseParent):
 
 @bug(
     "vllm #57388",
-    "decode-mqa4-d128-bf16-p16-k32.128.64.16.63.32.128-shuffled-gauss-sel16-b8prod-multi_mode",
+    "decode-mqa4-d64-bf16-p16-k32.128.64.16.63-shared-one_hot-sel16-b6prod-multi_mode",
     "buckets-independent",
     execution="graph",
 )

@@ -150,7 +150,7 @@ class LastLayerReuses(IndexerParent):
 
 @bug(
     "vllm #43966",
-    "extend-mqa4-d128-bf16-p16-k0.1.16-n11a15.16.2-interleaved-rising_logits-sel16-idx4ties-b3prod",
+    "extend-mla16-d128r64-bf16-p16-k3.37.9.17-n9a15.16.2.1-shared-peaked-sel16-idx4ties-b4prod",
     "selection-well-formed",
 )
 class ShortPrefillIsADecode(OfMode):

@@ -100,7 +100,7 @@ class UnmappedBlocksAreZero(Known):
         return super().parts(scores, seen | unmapped, v, rows)
 
 
-@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p64-k3.133.33.17-contiguous-mean-b5prod-multi_mode")
+@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p64-k32.128.64.16.63-contiguous-mean-b6prod-multi_mode")
 class MaskInPlaceOfWindow(Tiled):
     """With a mask of its own a step has no window, and causality compares keys with the row's number in its step."""
 

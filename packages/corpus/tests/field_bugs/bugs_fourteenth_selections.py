@@ -115,7 +115,7 @@ class NoBlockIsLookedUp(SparseBlocks):
         return plan.slot_table.flatten()[at.clamp(min=0)].long()
 
 
-@bug("ATOM #1343", "extend-mla16-d128r64-bf16-p16-k7x2-n18a35.1-chunks3-contiguous-peaked-sel1empty-b3small")
+@bug("ATOM #1343", "extend-mla16-d128r64-bf16-p16-k7x2-n16a17.15-chunks3-shared-one_hot-sel1holesempty-b5prod")
 class WindowAtTheHead(SparseParent):
     """In a prefill with a prefix two writers fill a row's list from its head on; what is behind them stays."""
 

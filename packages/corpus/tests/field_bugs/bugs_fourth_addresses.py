@@ -11,7 +11,7 @@ from third_parents import Latent, mla_capabilities
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("LMCache #3092", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "reads-own-kv")
+@bug("LMCache #3092", "decode-gqa2x3-d64-bf16-p1-k9.70-shuffled-gauss-b3prod", "reads-own-kv")
 class QueryHeadAsKvHead(Known):
     """The query head indexes K and V."""
 
@@ -101,7 +101,7 @@ class ContiguousQuery(Known):
         return torch.as_strided(q, q.shape, (h * d, d, 1), q.storage_offset())
 
 
-@bug("aiter #4531", "decode-gqa4x2-d64-bf16-p16-k21-interleaved-rising_logits-kvsidebysidehnd-b4prod", "writes-own-kv")
+@bug("aiter #4531", "decode-gqa4x2-d128-bf16-p16-k21-interleaved-rising_logits-kvsidebysidehnd-b4prod", "writes-own-kv")
 class ContiguousCacheWrite(Known):
     """The write takes the block stride alone; token and head strides are those of NHD."""
 

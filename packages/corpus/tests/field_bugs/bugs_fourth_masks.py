@@ -8,7 +8,7 @@ from fourth_parents import Known, wide, windowed
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-@bug("sparkinfer #4", "extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod")
+@bug("sparkinfer #4", "extend-gqa2x2-d64-bf16-p64-k7x2-n34a1.67-interleaved-rising_logits-b3prod")
 class TopLeftCausal(Known):
     """Prefill has kv_end = min(kv_len, row + 1), rows counted in the chunk."""
 
@@ -78,7 +78,7 @@ class MaskEndsAt512(Known):
 @bug(
     "onnx #7867",
     "extend-gqa2x2-d64-bf16-p16-k3-n4a4-contiguous-gauss-cap1.5-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p64-k1.2.5.9.14.2.30-n20a131.1.2.1x4-contiguous-negative-w4000-cap1.5-b8stale",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-contiguous-negative-w4000-cap1.5-b8stale",
 )
 class SoftcapAfterMask(Known):
     """The soft cap comes after the mask, and masked keys get the logit -cap."""
@@ -118,7 +118,7 @@ class WindowNoWiderThanRows(Known):
 @bug(
     "xllm #2161",
     "extend-gqa2x2-d64-bf16-p16-k7-n2a2-reversed-gauss-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p64-k7x2-n34a1.67-interleaved-rising_logits-b3prod",
 )
 class PrefixNotSeen(Known):
     """Prefill attends the tokens of this forward alone."""
@@ -159,7 +159,7 @@ class UniformPast(Known):
         return (index <= p) & (index >= p - w) & (index < rows.kv_lens[:, None])
 
 
-@bug("pytorch #169222", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "reads-own-kv")
+@bug("pytorch #169222", "decode-gqa2x3-d64-bf16-p1-k9.70-shuffled-gauss-b3prod", "reads-own-kv")
 class UnboundedPartialBlock(Known):
     """The last block of 32 keys has no bounds check (vector kernels: few rows)."""
 

@@ -32,7 +32,7 @@ class NewObjectsAtReplay(Planned):
     "extend-gqa2x2-d64-bf16-p16-k3-n4a11-shuffled-gauss-layers1from0-b3prod",
     "buckets-independent",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d64-bf16-p16-k1.2.5.9.14.2.30-n4a1x6.19-reversed-peaked-b7prod-empty_batches",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n6a1x3.19-reversed-peaked-b4prod-empty_batches",
 )
 class QueryStartTailStale(OwnStart):
     """Query_start_loc has entries of live requests alone; the tail is an older batch's."""
@@ -42,7 +42,7 @@ class QueryStartTailStale(OwnStart):
         self.start[: live + 1].copy_(batch.query_start_loc[: live + 1])
 
 
-@bug("vllm #13418", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "writes-own-kv", execution="graph")
+@bug("vllm #13418", "decode-gqa2x3-d64-bf16-p1-k9.70-shuffled-gauss-b3prod", "writes-own-kv", execution="graph")
 class PaddedRowsStored(OwnSlots):
     """All rows of the padded key are stored, by a slot buffer whose tail is stale."""
 
@@ -122,7 +122,7 @@ class UniformByTotal(Known):
         return Rows(plan, request, place, plan.kv_lens[request].long() - self.width + place)
 
 
-@bug("flashinfer #1046", "extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod", "finite")
+@bug("flashinfer #1046", "extend-gqa2x2-d64-bf16-p64-k7x2-n34a1.67-interleaved-rising_logits-b3prod", "finite")
 class UninitialisedTail(Known):
     """Rows of the last V tile hold what was there before, times weight 0."""
 
@@ -178,7 +178,7 @@ class GridFromTotals(Known):
         return torch.where((rows.place < longest)[:, None, None], out, 0.0) if self.extends() else out
 
 
-@bug("TileOPs #646", "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod", "completes", execution="graph")
+@bug("TileOPs #646", "decode-gqa2x3-d64-bf16-p1-k9.70-shuffled-gauss-b3prod", "completes", execution="graph")
 class OneVariantForAll(Known):
     """The output index of the variant that is compiled first is kept for the other."""
 
@@ -193,7 +193,7 @@ class OneVariantForAll(Known):
         return super().run(q, kv, plan)
 
 
-@bug("mirage #709", "extend-gqa2x2-d128-bf16-p64-k7x2-n66a131.1-contiguous-mean-b2prod")
+@bug("mirage #709", "extend-gqa2x2-d64-bf16-p64-k7x2-n34a1.67-interleaved-rising_logits-b3prod")
 class MaxTokensEight(Known):
     """A task has 8 tokens, however large the batch is."""
 
