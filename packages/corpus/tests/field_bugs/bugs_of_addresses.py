@@ -193,7 +193,10 @@ class CombinedRowsAtHeadSize(Tiled):
         return done[:-1].view(t, h, d)
 
 
-@bug("vLLM #40859, vLLM #40766", "extend-gqa2x2-d64-bf16-p16-k3.37.9.17-n9a16.1.17.1-chunks3-reversed-gauss-b7nan")
+@bug(
+    "vLLM #40859, vLLM #40766",
+    "extend-gqa2x2-d64-bf16-p16-k37.3.0.16.9.33.1.17.5-n3a19.1x8-chunks3-reversed-gauss-b10prod",
+)
 class SingleTokensExpectedFirst(Tiled):
     """In a mixed batch, rows of requests with one token are expected before all other rows."""
 

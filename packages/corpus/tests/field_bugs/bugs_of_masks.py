@@ -73,7 +73,7 @@ class AcceptedCountedTwice(Tiled):
         return (index >= (rows.position - rows.place)[:, None]).float() * TWICE
 
 
-@bug("pytorch #160861", "extend-gqa2x2-d64-bf16-p16-k15.16.17-n1a1x3-shuffled-one_hot-b3prod", "reads-own-kv")
+@bug("pytorch #160861", "extend-gqa2x2-d64-bf16-p16-k32.128.64.16.63-n1a1x5-shuffled-one_hot-b5prod", "reads-own-kv")
 class LastPageSeenWhole(Tiled):
     """The paged block mask has no upper bound at the length: the last page is attended whole."""
 

@@ -171,7 +171,7 @@ class LseViewReadAsContiguous(TwoParts):
 @bug(
     "local-inference vllm #17",
     "extend-gqa2x2-d64-bf16-p1-k70-n2a2-contiguous-gauss-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-contiguous-mean-b8stale",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n3a1x4.11-reversed-shifted-b6stale",
 )
 class NewRowsReadByStrideOfThePrefix(TwoParts):
     """The merge reads both parts by the stride of the prefix's, another one once there are two chunks of it."""

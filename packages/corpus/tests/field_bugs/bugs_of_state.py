@@ -49,7 +49,7 @@ class IndptrOfTheGraphNotRefreshed(Planned):
 
 @bug(
     "vLLM #40655",
-    "decode-gqa2x2-d64-bf16-p1-k32.128.64-reversed-negative-b4prod-multi_mode",
+    "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-negative-b6prod-multi_mode",
     "addresses-stable",
     execution="graph",
 )
@@ -70,7 +70,11 @@ class ScratchOfTheClass(Tiled):
         return kind.scratch[: len(acc)]
 
 
-@bug("sglang #28559", "decode-gqa2x2-d64-bf16-p1-k32.128.64-reversed-negative-b4prod-multi_mode", "steps-independent")
+@bug(
+    "sglang #28559",
+    "decode-gqa2x2-d64-bf16-p1-k32.128.64.16.63-reversed-negative-b6prod-multi_mode",
+    "steps-independent",
+)
 class LastInstanceDecides(Tiled):
     """The constructor writes a setting of the process: all instances read that of the last one."""
 

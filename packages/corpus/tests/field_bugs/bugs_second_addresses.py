@@ -201,7 +201,7 @@ class PromptRowsFromTheStart(Tiled):
     "extend-gqa2x2-d64-bf16-p1-k3.70-n2a1.3-contiguous-gauss-layers1from0-b2prod",
     "output-written",
     execution="graph",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n26a17.64.33.15.1-contiguous-mean-b8stale",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k32.128.64.16.63-n3a1x4.11-reversed-shifted-b6stale",
 )
 class SplitReduceForgetsItsOffset(Tiled):
     """Where prompts split their keys the reduction writes their rows from row 0 on, not behind those that decode."""

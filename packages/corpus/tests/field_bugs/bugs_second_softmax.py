@@ -114,7 +114,7 @@ class DescaleDroppedForFp8Queries(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, k_scale=1.0, v_scale=1.0)))
 
 
-@bug("vllm-plugin-FL #400", "extend-gqa2x2-d64-bf16-p16-k15.16.17-n1a1x3-shuffled-one_hot-b3prod")
+@bug("vllm-plugin-FL #400", "extend-gqa2x2-d64-bf16-p1-k7.8.9-n1a1x3-shared-negative-b3prod")
 class DecodeScaledLikePrefill(Tiled):
     """Decode gives its scale to a kernel that divides by sqrt(head_dim) itself."""
 
@@ -148,7 +148,7 @@ class LseOfTheFirstKVHead(Tiled):
 @bug(
     "local-inference vllm #468",
     "extend-gqa2x2-d192-bf16-p1-k130-n3a3-contiguous-mean-layers1from0-b1prod",
-    of_a_tier="extend-gqa2x2-d192-bf16-p16-k600.70.12-n2a2.3.1-shared-peaked-b4stale-overlap_scheduling",
+    of_a_tier="extend-gqa2x2-d192-bf16-p1-k600.70.12-n8a19.1.2-shared-peaked-b6nan",
 )
 class AliasedLse(InChunks):
     """The merged log-sum-exp is stored over the running one, which a head's lanes in the next block still read."""

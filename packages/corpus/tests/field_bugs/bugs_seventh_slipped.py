@@ -50,8 +50,7 @@ class OfTwoModes(SplitKV):
     "vllm #33759",
     "extend-gqa2x2-d64-bf16-p16-k9-n3a3-shuffled-shifted-kvhnd-w7same-layers1from0-b1stale",
     "reads-own-kv",
-    of_a_tier="extend-mha2-d128-bf16-p64-k7x2-n66a131.1-chunks3-contiguous-peaked-"
-    "kvfp8e4m3-kvhnd-w0-sink-b2prod-overlap_scheduling",
+    of_a_tier="extend-mha2-d64-bf16-p64-k69-n17a17-chunks3-contiguous-peaked-kvfp8e4m3-kvhnd-w0-sink-b1prod-overlap_scheduling",
 )
 class GatherAssumesNhd(OfTwoModes):
     """A windowed extend gathers its keys as if the pool had the usual layout."""

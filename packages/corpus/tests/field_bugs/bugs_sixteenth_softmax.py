@@ -137,7 +137,7 @@ class NoScalesInDecode(Native):
 # InfiniLM #526: lengths of keys are host parameters of the captured kernel.
 @bug(
     "InfiniLM #526",
-    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "decode-gqa2x3-d64-bf16-p1-k9.70-shuffled-gauss-b3prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -359,7 +359,10 @@ class MetadataOfUnfolded(Native):
 
 
 # vllm #45227: metadata of a verify are sized for one row per request.
-@bug("vllm #45227", "target-verify-mla16-d512r64-bf16-p64-k3.133.33.17-chain7-interleaved-rising_logits-b5prod")
+@bug(
+    "vllm #45227",
+    "target-verify-mla16-d512r64-bf16-p64-k133.3.0.64.9.33.1.17.5-chain7-interleaved-mean-kvfp8e4m3-b12prod",
+)
 class OneRowPerRequest(Native):
     """Rows of a verify have no causal bounds of their own: each sees all keys of its request."""
 
@@ -427,7 +430,7 @@ class FinitePadding(Known):
 # vllm-plugin-FL #368: rows of the output behind num_actual_tokens are never written.
 @bug(
     "vllm-plugin-FL #368",
-    "decode-gqa4x2-d64-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "decode-gqa2x3-d64-bf16-p1-k9.70-shuffled-gauss-b3prod",
     "padding-finite",
     execution="graph",
 )

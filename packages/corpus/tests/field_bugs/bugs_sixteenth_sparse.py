@@ -171,7 +171,7 @@ class MetadataBehindReplay(Given):
 # ATOM #1391: the decode graph reads the buffer of query offsets that prefills fill, and decode does not fill it again.
 @bug(
     "ATOM #1391",
-    "decode-mqa4-d64-bf16-p16-k32.128.64-shuffled-rising_logits-sel16holes-b4prod-multi_mode",
+    "decode-mqa4-d64-bf16-p16-k32.128.64.16.63-shuffled-rising_logits-sel16holes-b6prod-multi_mode",
     "buckets-independent",
     execution="graph",
 )
@@ -238,7 +238,7 @@ class BinOf16384(Indexed):
 # ik_llama.cpp #2095: a layer without an index cache is not sparse.
 @bug(
     "ik_llama.cpp #2095",
-    "draft-extend-mla16-d64r64-bf16-p64-k600.70.12-n2a2x3-interleaved-negative-sel1-idx4reuse-b4prod-empty_batches",
+    "draft-extend-mqa4-d64-bf16-p64-k2112.70.12-n2a2x3-interleaved-negative-sel2048-idx4reuse-b4prod-empty_batches",
 )
 class DenseWithoutIndexKeys(Indexed):
     """A layer that reuses a selection attends to all keys."""

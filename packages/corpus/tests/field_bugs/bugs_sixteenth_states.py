@@ -162,7 +162,10 @@ class GateOfRow31(Gdn32):
 
 # 49: transformers #46741. A step counts as a decode if the cache has a state, whatever the number of rows.
 # The convolution makes one step, dt keeps the first row, and the one result stands for all rows.
-@bug("transformers #46741", "extend-mamba1x2-d128-bf16-p16-k64-n5a5-shuffled-like_keys-k128w4s16-layers3from5-b1nan")
+@bug(
+    "transformers #46741",
+    "extend-mamba4x2-d128-bf16-p16-k64-n5a5-shuffled-weak_decay-k128w1sb16.slot0-layers3from5-b1nan",
+)
 class ContinuedAsDecode(Mamba):
     """A prefill that continues a state updates it by the first row of a request only."""
 
