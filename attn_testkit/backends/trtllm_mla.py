@@ -80,7 +80,7 @@ class TRTLLMMLABackend(AttentionBackend):
             mla_rope_dims=frozenset({64}),
             gqa_ratios=frozenset({8, 16, 32, 64, 128}),
         ),
-        # Whatever the queries are, outputs are bfloat16.
+        # Outputs are bfloat16 for queries of every dtype.
         precision=Precision(dtypes=frozenset({"bf16"}), matmul_dtype="fp8_e4m3"),
         kv_pool=KVPools(kv_dtypes=frozenset({"same", "fp8_e4m3"}), page_sizes=frozenset({32, 64})),
         bounds=Bounds(max_q_rows=32, max_topk=1, max_draft_branches=16),

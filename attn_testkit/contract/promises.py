@@ -1,4 +1,4 @@
-"""What a backend promises beyond right numbers, and what it needs from its server beyond the usual."""
+"""Promises of a backend that each add a check, and its needs, of which a server may not meet all."""
 
 from __future__ import annotations
 
