@@ -19,7 +19,8 @@ FAMILIES = tuple(HEAD_LAYOUTS)
 class HeadShapes(Declared):
     """Shapes of q, k and v that a backend supports: ``HeadShapes(families={"gqa"}, gqa_ratios={8}, head_dims={128})``.
 
-    The defaults are the usual values. Raises ``ValueError`` for an unknown head layout, and for values that are not positive whole numbers.
+    The defaults are the usual values. Raises ``ValueError`` for an unknown head layout, and for values that are not
+    positive whole numbers.
     """
 
     families: Set[str] = frozenset({"mha"})
