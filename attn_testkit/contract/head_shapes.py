@@ -44,7 +44,7 @@ class HeadShapes(Declared):
     _GUESSED = ("families", "gqa_ratios", "head_dims")
 
     def _check(self) -> None:
-        self._check_words("families", FAMILIES)
+        self._check_words("families", tuple(HEAD_LAYOUTS))
         self._check_numbers("gqa_ratios", 1)
         self._check_numbers("head_dims", 1)
         self._check_numbers("mla_rope_dims", 0)

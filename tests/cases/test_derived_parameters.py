@@ -48,7 +48,10 @@ FEW_CASES = {
         ],
         "a few of the cases in chunks, of one mode",
     ),
-    ("capped-layer", "last-chunk"): "a soft cap in a few of the cases in chunks, of one mode",
+    **dict.fromkeys(
+        [("capped-layer", "last-chunk"), ("capped-layer", "chunked-requests")],
+        "a soft cap in a few of the cases in chunks, of one mode",
+    ),
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",
     ("shared-prefixes", "chunked-requests"): "one layout of five in one mode",
     ("shared-prefixes", "last-chunk"): "one layout of five in one mode",
