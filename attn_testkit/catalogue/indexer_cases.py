@@ -41,7 +41,7 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         yield with_indexer(declared, small, data="ties").of_requests((_LONG,), page_size=usual_page(declared))
     narrow = max((each for each in sparse.topk if 1 < each < _LEAST), default=0)
     if narrow and small.mode is ForwardMode.DECODE and not sparse.indexer.fused:
-        # A narrow selection may have a kernel of its own, with bins of its own.
+        # A separate kernel, with other bins, may serve narrow selections.
         near = with_indexer(declared, small, narrow, NEAR).with_changes(page_size=usual_page(declared))
         yield _of_near_scores(near.with_changes(layers=Layers(1), layout="shuffled", data="gauss"))
     topk = max(sparse.topk)

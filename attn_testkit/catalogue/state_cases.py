@@ -181,7 +181,7 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
 
 
 _GATED = ((9, 30, 0), (140, 70, 40))
-"""Prompts that together have room for each place of a decay of its own, most of them over a state from before."""
+"""Prompts with room for a single different decay at each place of a chunk; most continue an earlier state."""
 
 
 def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:

@@ -59,7 +59,7 @@ def token_text(
 
 
 def _gate_text(data: StateStepData, at: tuple[int, int, int, int]) -> str:
-    """Describe a wrong column of data in which one row of each head has a decay of its own."""
+    """Describe a wrong column of data in which one row of each head decays differently from all others."""
     layer, end, head, key = at
     request, rows = data.ends[end].request, data.ends[end].rows
     mine = (data.row_request == request).nonzero().flatten()[:rows]

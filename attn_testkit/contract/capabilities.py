@@ -202,4 +202,4 @@ class Capabilities(Declared):
 _REFUSING = (
     "heads", "precision", "kv_pool", "bounds", "options", "windows", "spans", "cross_attention", "server",
 )  # fmt: skip
-"""Records with ``refused``, in the order in which what is not declared is named."""
+"""Records that refuse contexts, in the order in which a refusal names them."""

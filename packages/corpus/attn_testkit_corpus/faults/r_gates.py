@@ -1,4 +1,4 @@
-"""Class R, gates: products of decays within a chunk that leave out the decay of a row."""
+"""Class R, gates: products of decays within a chunk that leave out the decays of rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from .states import StateParent
 _CHUNK = 64
 
 
-class RoundedProductsParent(StateParent):
-    """A right backend that declares what chunked kernels do: they round factors of products to the model's dtype. The
-    limits of data with a decay of 0.998 then hide a single gate.
-    """
+class ChunksParent(StateParent):
+    """A right backend that keeps what a chunk hands on to the next one apart from what its rows compute."""
 
-    capabilities = StateParent.capabilities.with_changes(state=replace(StateParent.declared_state(), products="model"))
     decays: list[torch.Tensor]
     """Decay of each row of the chunk so far, [bs, Hv, 1]."""
     begun_from: torch.Tensor
@@ -44,6 +41,27 @@ class RoundedProductsParent(StateParent):
     def handed_on(self) -> torch.Tensor:
         """[bs, Hv, 1]: decay with which the state before a whole chunk reaches the next chunk."""
         return torch.stack(self.decays).prod(0)
+
+
+@fault(
+    "general (a chunk whose end decays by the gate of its first row)",
+    "matches-oracle state-matches-oracle state-counts-tokens",
+    "with the decay of the first row only",
+    modes="extend",
+)
+class ChunkDecaysByItsFirstGate(ChunksParent):
+    """The state before a chunk reaches the next chunk with the decay of its first row only, not of all its rows."""
+
+    def handed_on(self) -> torch.Tensor:
+        return self.decays[0]
+
+
+class RoundedProductsParent(ChunksParent):
+    """A right backend that declares what chunked kernels do: they round factors of products to the model's dtype. The
+    limits of data with a decay of 0.998 then hide a single gate.
+    """
+
+    capabilities = StateParent.capabilities.with_changes(state=replace(StateParent.declared_state(), products="model"))
 
 
 @fault(

@@ -33,37 +33,6 @@ class ChunkBeginsWithAHalvedState(StateParent):
 
 
 @fault(
-    "general (a chunk whose end decays by the gate of its first row)",
-    "matches-oracle state-matches-oracle state-counts-tokens",
-    "with the decay of the first row only",
-    modes="extend",
-)
-class ChunkDecaysByItsFirstGate(StateParent):
-    """The state before a chunk reaches the next chunk with the decay of its first row only, not of all its rows."""
-
-    decays: list[torch.Tensor]
-    """Decay of each row of the chunk so far, [bs, Hv, 1]."""
-    begun_from: torch.Tensor
-    """[bs, Hv, V, K]: state before the chunk."""
-
-    def gates(
-        self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        decay, beta = super().gates(a, b, layer)
-        self.decays.append(decay)
-        return decay, beta
-
-    def continued(self, token: int, window: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        window, state = super().continued(token, window, state)
-        if token % _CHUNK == 0:
-            if token:
-                lost = (torch.stack(self.decays).prod(0) - self.decays[0])[..., None] * self.begun_from
-                state = torch.where(_later_chunk(token, self.counts), state - lost, state)
-            self.decays, self.begun_from = [], state
-        return window, state
-
-
-@fault(
     "general (a strict lower triangle that is off by one)",
     "matches-oracle state-matches-oracle state-counts-tokens",
     "the strict mask of a chunk is off by one",
