@@ -67,6 +67,8 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         if minimal.bs < len(_SEVERAL) or max(minimal.prefixes) < max(_SEVERAL):
             count = max(minimal.bs, len(_SEVERAL))
             counted = several.rows.counted((several.new * count)[:count])
+            if isinstance(counted, Extend):
+                counted = replace(counted, room=max(counted.room, room_for(counted.new)))
             several = several.with_changes(prefixes=(_SEVERAL * count)[:count], rows=counted, bucket=count + 1)
         yield several
     if minimal.draft:
