@@ -75,10 +75,11 @@ def candidates(bug: CorpusEntry, most: int) -> Iterator[str]:
 
 def found(bug: CorpusEntry, most: int) -> str:
     """Id of the first case that shows the bug and passes without it; empty if there is none."""
-    runner = Runner(Options(in_process=True, diagnose="all"))
+    quick, runner = (Runner(Options(in_process=True, diagnose=each)) for each in ("none", "all"))
     for case in dict.fromkeys(candidates(bug, most)):
         each = replace(bug, case=case)
-        if _run_bug(each, SETTINGS, runner).first == bug.checks[0]:
+        # Diagnosis can change which check is named, but not whether one fails; without it a case is ten times faster.
+        if _run_bug(each, SETTINGS, quick).caught and _run_bug(each, SETTINGS, runner).first == bug.checks[0]:
             task = Task("control", bug.slug, bug.modes[0].value, bug.executions[0].value)
             if not _run_healthy(each, task, SETTINGS, runner).alarms:
                 return case

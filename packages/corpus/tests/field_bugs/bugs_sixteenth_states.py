@@ -243,7 +243,7 @@ class PaddingIsNotNegative(GdnPaddedByZero):
 # three quarters of the grid that is one chunk for a block. Windows are copied by another kernel, rightly.
 @bug(
     "vllm #57266",
-    "extend-mamba4x2-d64-bf16-p16-k0.3.0-n16a15.16.17-shuffled-no_decay-k64w1s32.kv.snap16-layers3from5-b3nan",
+    "extend-mamba4x2-d128-fp32-p16-k0.3.0-n16a15.16.17-shuffled-weak_decay-k64w4s16.zeroed.snap16-layers3from5-b3prod",
     "state-matches-oracle",
 )
 class CopiesAtChunkEnds(MambaCopies):
@@ -267,8 +267,7 @@ class CopiesAtChunkEnds(MambaCopies):
 # 54: sglang #30047. Track indices moved from the arguments into metadata; the verify path of Ascend lost them.
 @bug(
     "sglang #30047",
-    "target-verify-gdn1x2-d64-fp32-p16-k1.70.9.2x43.71x42.10x42-chain2-shuffled-"
-    "like_keys-k64w2s32.zeroed.kv.snap64-layers1from0-b131prod",
+    "target-verify-gdn1x2-d64-fp16-p16-k1.70.9-chain2-shuffled-no_decay-k64w2sb16.null.kv.snap64-layers3from5-b5stale",
     "state-matches-oracle",
 )
 class CommitsWithoutCopies(GdnCopies):
@@ -326,7 +325,7 @@ class PaddingUpdatesStates(Gdn32):
 # that of prefills, which no graph of states has here; a decode of a graph has the same slots.
 @bug(
     "tt-metal #54850",
-    "decode-kda1x2-d64-bf16-p16-k0.33.0.4.0x9.34x9.0x9.5x9-shuffled-weak_decay-k64w4s32.null.zeroed.kv-b40prod",
+    "decode-kda1x2-d64-fp16-p16-k3.1.12.7.2.20.5-shuffled-weak_decay-k64w4s32.zeroed.strided-b7nan",
     "replay-follows-batch",
     execution="graph",
 )

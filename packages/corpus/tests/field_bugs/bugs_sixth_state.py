@@ -24,7 +24,7 @@ def _of(*modes):
 
 @bug(
     "sglang #33127",
-    "target-verify-gqa2x2-d64-bf16-p1-k0.1.8-t0.1.0.3.0.5.1-shuffled-one_hot-b3prod",
+    "target-verify-gqa2x2-d64-bf16-p16-k0.1.16-t0.1.0.3.0.5.1-shuffled-one_hot-b3prod",
     "output-contract",
     execution="graph",
 )
@@ -57,7 +57,7 @@ class PinnedReused(Pinned):
 
 @bug(
     "phyai #5",
-    "decode-gqa8x2-d64-bf16-p8-k13-interleaved-rising_logits-w46-b1prod-overlap_scheduling",
+    "decode-gqa8x2-d256-bf16-p1-k13-interleaved-rising_logits-w46-b1prod-overlap_scheduling",
     "addresses-stable",
     execution="graph",
 )
