@@ -91,7 +91,7 @@ class BlockSizeFromNumberOfHeads(Tiled):
 
 @bug(
     "tt-metal #54742",
-    "extend-gqa2x2-d64-bf16-p16-k33.24.3-n4a4.3.4-shuffled-gauss-kvhnd-b4prod",
+    "extend-gqa2x2-d64-bf16-p16-k15.16.17-n45a3.131.1-chunks3-shared-shifted-kvhnd-layers1from5-b6nan",
     "writes-own-kv",
     execution="graph",
 )

@@ -21,7 +21,7 @@ _EXTENDS = Varlen.capabilities.with_changes(
 @bug(
     "vllm-ascend #3277",
     "extend-mha2-d128-bf16-p64-k3.33.17-n18a1x2.18-contiguous-gauss-kvfp8e4m3-sink-b4prod",
-    of_a_tier="extend-gqa2x2-d64-fp16-p64-k0.1.64-n43a63.64.2-chunks3-interleaved-rising_logits-sink-b4prod",
+    of_a_tier="extend-mha2-d64-bf16-p1-k0.1.8-n5a1x2.11-chunks3-shared-peaked-kvfp8e4m3-cap1.5-sink-b4nan",
 )
 class SeqLensOfDecodes(Varlen):
     """Where decodes stand before prompts, lengths are cut to those of the decodes, and prompts read them too."""

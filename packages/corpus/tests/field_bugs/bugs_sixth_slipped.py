@@ -55,7 +55,7 @@ class SharedMeta(Varlen):
 
 @bug(
     "TensorRT-LLM #13696",
-    "decode-mqa4-d64-bf16-p16-k32.128.64-reversed-negative-b4prod-multi_mode",
+    "decode-mqa4-d64-bf16-p16-k32.128.64.16.63-reversed-negative-b6prod-multi_mode",
     "steps-independent",
 )
 class SkipPrepare(SharedMeta):

@@ -82,7 +82,7 @@ class GatherWithoutHeadOffset(Tiled):
 
 @bug(
     "vllm-xpu-kernels #429",
-    "extend-gqa4x2-d64-bf16-p16-k33.24.3-n4a4.3.4-shuffled-gauss-kvsidebyside-b4prod",
+    "extend-gqa2x2-d64-bf16-p16-k21-n17a17-chunks3-contiguous-peaked-kvsidebyside-b1prod-overlap_scheduling",
     "writes-own-kv",
 )
 class RowsCopiedAsOneRun(Tiled):

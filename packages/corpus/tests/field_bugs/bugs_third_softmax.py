@@ -133,7 +133,7 @@ class LseTileBeyondHeads(LatentLse):
         return lse.masked_fill(odd, 0.0)
 
 
-@bug("llama.cpp #6438", "decode-gqa4x2-d128-bf16-p16-k600.70.12-interleaved-shifted-w46-b6prod", "finite")
+@bug("llama.cpp #6438", "decode-mha2-d128-bf16-p16-k1500.70.9-contiguous-plus_minus_one-w700-b4prod", "finite")
 class MaximumStartsAtMinusInfinity(Tiled):
     """The running maximum starts at minus infinity: a first tile without a visible key gives NaN."""
 

@@ -66,20 +66,10 @@ def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: Corpus
     assert alarms_without_bug(*key_of(bug)) == ()
 
 
-WITHOUT_A_CASE = {
-    "WriterWalksOverTheEndOfAPage", "CopiesAtChunkEnds", "CommitsWithoutCopies", "SlotsOfTrace", "RawTokenTable",
-    "SeqLensOfDecodes", "SkipPrepare", "MaskFitsAlways", "PlanNotIntoBuffers", "RowsCopiedAsOneRun",
-    "MaximumStartsAtMinusInfinity",
-}  # fmt: skip
-"""Bugs whose case left the tiers with the columns of states and the cheaper rows of smoke; another is still to be found
-(``ci/field_bug_cases.py``)."""
-
-
 @pytest.mark.parametrize("bug", by_capabilities(), ids=lambda bug: bug.backend.__name__)
 def test_a_run_tries_the_case_that_catches_a_bug(bug: CorpusEntry) -> None:
     mode = parse_case(bug.case_of_tier).mode
-    tried = any(bug.case_of_tier in cases_of(bug.backend.capabilities, mode, bug.executions[0], t) for t in TIERS)
-    assert tried is (bug.backend.__name__ not in WITHOUT_A_CASE)
+    assert any(bug.case_of_tier in cases_of(bug.backend.capabilities, mode, bug.executions[0], t) for t in TIERS)
 
 
 @lru_cache(maxsize=8)  # those of a bug and of the next ones with its capabilities
