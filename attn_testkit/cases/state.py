@@ -9,9 +9,11 @@ UNIT_KEYS = "unit_keys"
 """Pattern of exact data, in which each token can be found in the state."""
 EXACT_GATES = "exact_gates"
 """Pattern of exact data in which each head has one row whose decay is 0 or 1/2, and all other decays are 1."""
+NEAR_EPSILON = "near_epsilon"
+"""Pattern of queries and keys that are as short as the square root of the epsilon of their norm."""
 EXACT_DATA = (UNIT_KEYS, EXACT_GATES)
 """Patterns in which columns of a state are values of tokens."""
-STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS, EXACT_GATES)
+STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS, EXACT_GATES, NEAR_EPSILON)
 """Data patterns of states (``families/recurrent/data.py``)."""
 
 PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_]+0?)*)(?:\.snap(\d+))?"

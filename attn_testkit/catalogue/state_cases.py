@@ -15,7 +15,7 @@ from ..cases.features.state import nearest_state
 from ..cases.layers import Layers
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Extend, Verify, room_for
-from ..cases.state import EXACT_DATA, EXACT_GATES, UNIT_KEYS, StateShape
+from ..cases.state import EXACT_DATA, EXACT_GATES, NEAR_EPSILON, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, ROLLBACKS
@@ -56,6 +56,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         yield from _in_big_pools(declared, tier, first)
         yield from _multi_mode(declared, mode, first)
         yield from _beyond_a_grid(declared, mode, first)
+        yield from _near_epsilon(declared, first)
 
 
 _GRID_HEADS, _GRID_REQUESTS = 64, 1024
@@ -192,6 +193,17 @@ def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:
     if case.heads.family == "mamba" and case.dtype == "fp16":
         case = case.with_changes(dtype=wide[0])
     yield _with_prompts(declared, case, _GATED).with_changes(data=EXACT_GATES)
+
+
+def _near_epsilon(declared: Capabilities, first: Case) -> Iterator[Case]:
+    """Queries and keys as short as the epsilon of their norm, for each kind that divides them by it."""
+    for heads in kinds_of(declared):
+        if heads.family in ("gdn", "kda"):
+            case = _plain(declared, first, heads).with_changes(data=NEAR_EPSILON)
+            if case.mode is ForwardMode.EXTEND:
+                yield _with_prompts(declared, case, _MIXED)
+            else:
+                yield case.of_requests((5, 1, 30), padded=1)
 
 
 _TREES = (Tree((0, 0, 1, 1, 3)), Tree((0, 0, 0, 2, 2)), Tree((0, 1, 0, 3)), Tree((0, 0)))

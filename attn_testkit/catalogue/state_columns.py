@@ -15,12 +15,12 @@ from ..cases.fields import Changes
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Extend, Verify, room_for
-from ..cases.state import EXACT_DATA, STATE_DATA, StateShape
+from ..cases.state import EXACT_DATA, NEAR_EPSILON, STATE_DATA, StateShape
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 
-DRAWN = tuple(each for each in STATE_DATA if each not in EXACT_DATA)
+DRAWN = tuple(each for each in STATE_DATA if each not in (*EXACT_DATA, NEAR_EPSILON))
 """Data patterns that are not exact."""
 _BATCHES: Mapping[str, tuple[int, ...]] = {
     "one": (5,), "three": (1, 70, 9), "fresh and begun": (0, 33, 0, 4), "many": (3, 1, 12, 7, 2, 20, 5),

@@ -87,10 +87,12 @@ def by_hand(data: StateStepData, layer_index: int, request: int) -> tuple[np.nda
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("data", ["mild_decay", "weak_decay", "strong_decay", "unit_keys", "exact_gates"])
+@pytest.mark.parametrize(
+    "data", ["mild_decay", "weak_decay", "strong_decay", "unit_keys", "exact_gates", "near_epsilon"]
+)
 def test_outputs_and_states_are_those_of_the_formulas(kind: str, data: str) -> None:
-    if (kind, data) == ("lightning2", "exact_gates"):
-        pytest.skip("all tokens of a head of Lightning have one decay")
+    if (data == "near_epsilon" and kind[:3] not in ("gdn", "kda")) or (kind, data) == ("lightning2", "exact_gates"):
+        pytest.skip("a layer of this kind refuses the data")
     step = data_of(case_id(kind, data=data))
     found = recur(step)
     for layer in range(len(step.layers)):

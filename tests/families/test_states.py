@@ -177,6 +177,7 @@ CASES = [
     DECODE.format("gdn2x2", "no_decay", 2, ".null.kv.strided", "prod").replace("k32w2", "k64w2"),
     *(EXTEND.format(kind, "unit_keys", 4, "") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
     *(EXTEND.format(kind, "exact_gates", 4, "") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
+    *(EXTEND.format(kind, "near_epsilon", 4, "") for kind in ("gdn2x2", "kda2x2")),
     EXTEND.format("lightning2", "weak_decay", 1, ".zeroed"),
     EXTEND.format("kda2x2", "strong_decay", 2, ".kv.strided"),
 ]

@@ -61,6 +61,11 @@ DATA_PATTERN = Feature(
             "Exact data of states: each head has one row that multiplies a state by 0 or 1/2, at an end, the start or "
             "the middle of a chunk. All other rows multiply it by 1.",
         ),
+        Entry(
+            "near_epsilon",
+            "Queries and keys of layers that divide them by their norm are so short that the epsilon of the norm "
+            "changes the result.",
+        ),
         Entry("gauss", "Unit normal numbers."),
         Entry(
             "shifted",

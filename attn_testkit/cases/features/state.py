@@ -13,7 +13,7 @@ from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..rows import Decode, Extend, Verify
-from ..state import EXACT_DATA, EXACT_GATES, PATTERN, STATE_DATA, StateShape
+from ..state import EXACT_DATA, EXACT_GATES, NEAR_EPSILON, PATTERN, STATE_DATA, StateShape
 from ..trees import chain
 from .feature import Asked, Bound, Covered, Draws, Feature, Trait, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
@@ -114,7 +114,7 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
 def _fit(declared: Capabilities, case: Fields) -> Changes:
     if not case.heads.layout.has_state:
         return {"state": None}
-    data = case.data if case.data in STATE_DATA and not _without_gates(case) else STATE_DATA[0]
+    data = case.data if case.data in STATE_DATA and not _without_data(case) else STATE_DATA[0]
     shape = (
         case.state
         if declared.state is None
@@ -235,13 +235,13 @@ def _wrong(case: Fields) -> str:
         )
     if case.state and isinstance(case.rows, Extend) and (0, 0) in zip(case.prefixes, case.rows.new, strict=True):
         return "a request without rows and without tokens before the step has no state to keep"
-    if case.data == EXACT_GATES and (why := _without_gates(case)):
-        return f"data {EXACT_GATES}: {why}"
-    return ""
+    return f"data {case.data}: {why}" if (why := _without_data(case)) else ""
 
 
-def _without_gates(case: Fields) -> str:
-    """The reason why a case has no rows with a decay of their own between exact ones; empty if it may have them."""
+def _without_data(case: Fields) -> str:
+    """The reason why layers of the case's kind cannot show what its data pattern is made for; empty if they can."""
+    if case.data == NEAR_EPSILON and case.heads.family not in ("gdn", "kda"):
+        return f"layers of {case.heads.family} do not divide queries and keys by their norm"
     if case.data != EXACT_GATES:
         return ""
     if case.heads.family == "lightning":

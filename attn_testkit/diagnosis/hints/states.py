@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-from ...cases.state import EXACT_GATES, STATE_DATA
+from ...cases.state import EXACT_GATES, NEAR_EPSILON, STATE_DATA
 from ...families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake, ChunkSlip
 from ...families.recurrent.data import StateStepData
 from ...families.recurrent.recurrence import recur
@@ -122,7 +122,7 @@ _ONE = frozenset({"no_decay", "unit_keys"})
 """Patterns in which the decay is exactly 1."""
 _FORGETS = frozenset({"strong_decay"})
 """Pattern in which a token forgets all that was before it."""
-_DECAY_ALIKE = frozenset(STATE_DATA) - {EXACT_GATES}
+_DECAY_ALIKE = frozenset(STATE_DATA) - {EXACT_GATES, NEAR_EPSILON}
 """Patterns that are tried: the rows of a head have decays of one kind."""
 
 
@@ -137,6 +137,11 @@ def _reading(right: set[str], wrong: set[str]) -> str:
         return (
             "only a row whose decay differs from those next to it shows it, so look at the rows that a product of "
             "decays within a chunk includes: at its first and last row, and at the row of an output"
+        )
+    if wrong == {NEAR_EPSILON}:
+        return (
+            "only queries and keys that are as short as the epsilon of their norm show it, so look at that epsilon: "
+            "the divisor is sqrt(sum of squares + 1e-6)"
         )
     between = _DECAY_ALIKE - _ONE - _FORGETS
     if right >= _ONE | _FORGETS and wrong >= between - {"weak_decay"}:

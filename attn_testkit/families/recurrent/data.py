@@ -11,7 +11,8 @@ of its key. There a query is the sum of two unit vectors: the row's own key, and
 read by its own row and by the last row before it is overwritten, and a lost token changes an output or the state.
 ``exact_gates``: the same, but one row of each head has a decay of 0 or 1/2, at a place where kernels that compute
 prompts in chunks take a product of decays that includes a row too few or too many. With decays that are alike such a
-product is nearly right, or so small that nothing shows.
+product is nearly right, or so small that nothing shows. ``near_epsilon``: ``mild_decay``, but queries and keys of GDN
+and KDA are so short that the epsilon of their norm changes the result by a tenth and more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cachetools import LRUCache, cached
 
 from ...cases.fields import Fields
 from ...cases.normals import normals
-from ...cases.state import EXACT_DATA, EXACT_GATES, UNIT_KEYS, StateShape
+from ...cases.state import EXACT_DATA, EXACT_GATES, NEAR_EPSILON, UNIT_KEYS, StateShape
 from ...cases.trees import Tree
 from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
@@ -43,11 +44,13 @@ _MOST_EXACT = 60
 _MOST_SUMMED = 3
 """Largest value if the values of all tokens with one key are summed."""
 _DECAYS: Mapping[str, tuple[float, float]] = {
-    "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), "weak_decay": (0.9975, 0.9985), "no_decay": (1.0, 1.0),
-    "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0), EXACT_GATES: (1.0, 1.0),
+    "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), NEAR_EPSILON: (0.4, 0.8), "weak_decay": (0.9975, 0.9985),
+    "no_decay": (1.0, 1.0), "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0), EXACT_GATES: (1.0, 1.0),
 }  # fmt: skip
 _NO_DECAY, _ALL_DECAY = -100.0, 200.0
 """Arguments of softplus that give a decay of exactly 1 and of 0, in float32 too."""
+_SHORT = 3e-3
+"""Norm of inputs of ``near_epsilon``; a convolution halves it. GDN and KDA add 1e-6 to its square."""
 _STRONG_STEP = 16.0
 """Divisor of Mamba2's inputs where its step is 200."""
 _EXACT_DT = 32.0
@@ -77,7 +80,7 @@ def layers(case: Fields) -> tuple[AttentionLayer, ...]:
 def state_layers(case: Fields) -> tuple[StateLayer, ...]:
     """``layers``. Layers have convolutions with a bias and without one, in turn."""
     case = case.instance_of or case
-    shape, heads, exact = shape_of(case), case.heads, case.data in EXACT_DATA
+    shape, heads = shape_of(case), case.heads
     kind, dtype = heads.family, DTYPES[case.dtype]
     found = []
     for index in range(case.layers.count):
@@ -88,23 +91,25 @@ def state_layers(case: Fields) -> tuple[StateLayer, ...]:
             lower_bound=-5.0 if kind == "kda" and index % 2 else None,
         )  # fmt: skip
         found.append(
-            replace(plain, **_parameters(plain, shape, case.data, rng), **_conv(plain, shape, dtype, exact, rng, index))
+            replace(
+                plain, **_parameters(plain, shape, case.data, rng), **_conv(plain, shape, dtype, case.data, rng, index)
+            )
         )
     return tuple(found)
 
 
 def _conv(
-    layer: StateLayer, shape: StateShape, dtype: torch.dtype, exact: bool, rng: np.random.Generator, index: int
+    layer: StateLayer, shape: StateShape, dtype: torch.dtype, data: str, rng: np.random.Generator, index: int
 ) -> dict[str, Any]:
     width, channels = shape.conv_width, layer.parts[0]
     if width == 1:
         return {"activation": "none"}
-    if exact:
+    if data in EXACT_DATA:
         weight = torch.zeros(channels, width)
         weight[:, -1] = 1.0
         return {"conv_weight": weight.to(dtype), "activation": "none"}
     weight = normals((channels, width), rng) * (1.5 / width**0.5)
-    bias = normals((channels,), rng) * 0.2 if index % 2 == 0 else None
+    bias = normals((channels,), rng) * 0.2 if index % 2 == 0 and data != NEAR_EPSILON else None
     return {"conv_weight": weight.to(dtype), "conv_bias": None if bias is None else bias.to(dtype)}
 
 
@@ -486,6 +491,10 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
     b = normals((new, wide_b), rng) * 2.0
     state = normals((layer.v_heads, layer.v_dim, layer.k_dim), rng) * layer.k_dim**-0.5
     a, window = _gates(layer, data, new, wide_a, rng), normals((channels, 16), rng).clone()
+    if data == NEAR_EPSILON:
+        short = slice(0, 2 * layer.k_heads * layer.k_dim)
+        mixed[:, short] *= _SHORT * layer.k_dim**-0.5
+        window[short] *= _SHORT * layer.k_dim**-0.5
     if layer.kind == "mamba" and data == "strong_decay":
         # The step that leaves nothing is a large factor of the input: fp16 holds only outputs of smaller inputs.
         values = layer.v_heads * layer.v_dim

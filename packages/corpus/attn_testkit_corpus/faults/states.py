@@ -43,6 +43,8 @@ class StateParent(StateBackend):
         promises=Promises(deterministic=True),
     )
 
+    epsilon = 1e-6
+    """Number in the norm by which GDN divides queries and keys."""
     index: torch.Tensor
     """[bs] int64: slot of each request; 0 for a padded one."""
     live: torch.Tensor
@@ -195,7 +197,7 @@ class StateParent(StateBackend):
         if layer.kind == "mamba":
             k, q, stored = one, two, beta * v
         else:
-            q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (one, two))
+            q, k = (each / (each.square().sum(-1, keepdim=True) + self.epsilon).sqrt() for each in (one, two))
             q, stored = q * layer.scaling, beta * (v - torch.einsum("bhvk,bhk->bhv", state, k))
         after = state + stored[..., None] * k[:, :, None]
         read = self.read(before, after, q)
