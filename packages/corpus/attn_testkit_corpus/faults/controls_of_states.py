@@ -12,7 +12,7 @@ from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, Sta
 from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
 from .r_changing_modes import CommittedStatesKept
-from .r_gates import RoundedProductsParent
+from .r_gates import ChunksParent, RoundedProductsParent
 from .r_states import StatesOfViews
 from .states import StateParent
 from .states_in_trees import TreesParent
@@ -22,6 +22,11 @@ from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 @control("states")
 class StatesAsTheyAre(StateParent):
     """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
+
+
+@control()
+class StatesByChunks(ChunksParent):
+    """What a chunk hands on to the next one, kept apart from what its rows compute."""
 
 
 @control()
