@@ -125,6 +125,6 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
         return " ".join([shlex.join(program()), "repro --backend", result.backend, *rest, result.case])
     # Without a case to name, planning the mode again shows the failure.
     if header and header.tier != "smoke":
-        rest.append(f"--tier {header.tier}")
+        rest.append(f"{'--profile' if header.profile else '--tier'} {header.tier}")
     mode = ["--mode", result.mode] if result.mode else []
     return " ".join([shlex.join(program()), "run --backend", result.backend, *mode, *rest])
