@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from attn_testkit.profiles import DRAFT, FOLDER, RELEASED, Profile, profile_name
 from attn_testkit.registry import UsageError
 from attn_testkit.results.case_result import Status
 from attn_testkit.running.planning.plan import plan_run
-from attn_testkit.running.planning.request import Request
+from attn_testkit.running.planning.request import Plan, Request, prepare
 from attn_testkit.steps.digest import digests_of
 
 PINNED: Mapping[str, str] = tomllib.loads(Path(__file__).with_name("released.toml").read_text())
@@ -96,6 +97,21 @@ def test_a_run_of_a_profile_plans_what_the_backend_declares_and_lists_the_rest()
     one = plan_run(Request(("x",), profile="2026.12/state", modes=("extend",), device="cpu"), lambda _: declared)
     assert one.header.selection.by == ("mode extend",)
     assert {item.mode for item in one.items} == {"extend"}
+
+
+def test_an_entry_for_cases_beyond_the_profile_is_no_problem(tmp_path: Path) -> None:
+    known = tmp_path / "known.toml"
+    entry = "[[known]]\ncases = 'extend-*'\nkind = 'tolerated'\ncheck = 'finite'\n"
+    known.write_text(f"{entry}issue = 'https://example.org/1'\nuntil = {datetime.date.today()}\n")
+
+    class Judge:
+        def plan(self, request: Request) -> Plan:
+            return plan_run(request, lambda _: TorchNativeStateBackend.capabilities)
+
+    request = Request(
+        ("torch_native_state",), profile="2026.12/state", modes=("decode",), device="cpu", known_failures=known
+    )
+    assert prepare(Judge(), request).problems() == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ class Prepared:
 
     def _exists_beyond(self, entry: KnownFailure) -> bool:
         # This run may be narrower than the file: look in everything that the same backends can be asked.
-        request = replace(self.request, modes=(), executions=(), tier="full", cases=(entry.cases,))
+        request = replace(self.request, modes=(), executions=(), tier="full", profile=None, cases=(entry.cases,))
         try:
             items = self.judge.plan(request).items
         except UsageError:
