@@ -20,10 +20,10 @@ public, and broke it. Failures name the rule after their check, and `attn-testki
 
 ## Versions
 
-* A minor version (1.1) adds rules, makes a `MUST` a `MAY`, or tests a rule that was not tested. A backend that keeps
-  1.1 keeps 1.0, apart from rules that became a `MAY`.
-* A major version (2.0) changes the meaning of a rule, makes a `MAY` a `MUST`, or removes a rule. Such a change is
-  announced in CHANGELOG.md for one minor version before.
+* A minor version (1.1) adds a `MAY`, or a `MUST` for capabilities that backends could not declare before. It may make a
+  `MUST` a `MAY`, and test a rule that was not tested. A backend that keeps 1.0 and declares nothing new keeps 1.1.
+* A major version (2.0) adds a `MUST` for capabilities that backends already declare, makes a `MAY` a `MUST`, changes the
+  meaning of a rule, or removes one. CHANGELOG.md announces such a change one minor version before.
 * An id is never used again for another rule. Words may become clearer without a new version.
 * Results are for the version of the kit that made them, which has one version of the contract.
 """
@@ -42,7 +42,7 @@ def contract_page() -> dict[str, str]:
 
 def _section(rule: Rule) -> list[str]:
     facts = [f"| {label} | {_linked(label, text)} |" for label, text in rule.facts]
-    return [f"### {rule.id}", "", f"**{rule.level}** {rule.text}", "", "| | |", "|---|---|", *facts, ""]
+    return [f"### {rule.id}", "", f"| {rule.level} | {rule.text} |", "|---|---|", *facts, ""]
 
 
 def _linked(label: str, text: str) -> str:

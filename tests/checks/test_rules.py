@@ -106,7 +106,7 @@ def test_the_page_has_each_rule_with_its_facts(monkeypatch: pytest.MonkeyPatch) 
     assert re.findall(r"^### (.+)$", page, re.M) == [rule.id for rule in RULES]
     for rule in RULES:
         section = page.split(f"### {rule.id}\n", 1)[1].split("\n### ", 1)[0]
-        assert f"**{rule.level}** {rule.text}" in section
+        assert f"| {rule.level} | {rule.text} |" in section
         assert all(f"`{check}`" in section for check in rule.checks)
         assert rule.checks or "| not tested |" in section
         assert all(bug in section for bug in rule.bugs)
