@@ -1,6 +1,6 @@
 """The attention backend contract: its numbered rules. Front ends read them without torch.
 
-The page ``docs/contract/`` is made from this table. A finding names the rule of its check, ``rule_of``.
+``ci/contract_page.py`` makes the document from this table. A finding names the rule that its check tests first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 VERSION = "1.0"
-"""Version of the contract. ``docs/contract/changes.md`` says which change needs which new version."""
+"""Version of the contract. Its page says which change needs which new version."""
 
 AREAS: Mapping[str, str] = {
     "RUN": "Running in a server's process",
