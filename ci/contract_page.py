@@ -22,8 +22,8 @@ public, and broke it. Failures name the rule after their check, and `attn-testki
 
 * A minor version (1.1) adds a `MAY`, or a `MUST` for capabilities that backends could not declare before. It may make a
   `MUST` a `MAY`, and test a rule that was not tested. A backend that keeps 1.0 and declares nothing new keeps 1.1.
-* A major version (2.0) adds a `MUST` for capabilities that backends already declare, makes a `MAY` a `MUST`, changes the
-  meaning of a rule, or removes one. CHANGELOG.md announces such a change one minor version before.
+* A major version (2.0) adds a `MUST` for capabilities that backends already declare, makes a `MAY` a `MUST`, changes
+  the meaning of a rule, or removes one. CHANGELOG.md announces such a change one minor version before.
 * An id is never used again for another rule. Words may become clearer without a new version.
 * Results are for the version of the kit that made them, which has one version of the contract.
 """

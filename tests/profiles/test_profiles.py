@@ -89,6 +89,8 @@ def test_a_run_of_a_profile_plans_what_the_backend_declares_and_lists_the_rest()
     assert plan.header.tier == profile.name
     assert plan.header.profile == profile.digest
     assert not plan.header.selection
+    draft = read_profile(profile.name).status == DRAFT
+    assert ("2026.12/state is a draft" in str(plan.header.notes)) == draft
     planned = {item.case for item in plan.items}
     undeclared = {row.case for row in plan.preset if row.status is Status.UNSUPPORTED and row.case}
     assert planned <= profile.cases.keys()

@@ -22,7 +22,7 @@ from ...contract import Capabilities, Execution, ForwardMode
 from ...distributions import digest_of_kit
 from ...environment import Environment, missing_here, resolve, versions
 from ...families.table import meaningful, meaningless
-from ...profiles import read_profile
+from ...profiles import DRAFT, read_profile
 from ...registry import UsageError, capabilities_line, origin_of
 from ...results.case_result import CaseResult, Status
 from ...results.checks import CHECKS
@@ -79,6 +79,8 @@ def plan_run(
     counts = request.selected_by and request.counts_tier and not request.profile
     whole: set[Item] | None = set() if counts else None
     matched: set[str] = set()
+    is_draft = request.profile and read_profile(request.profile).status == DRAFT
+    drafts = (f"{request.profile} is a draft: its cases may change until its release",) if is_draft else ()
     for candidate in request.candidates:
         try:
             declared = capabilities_of(candidate)
@@ -89,7 +91,7 @@ def plan_run(
             continue
         broken = broken_of(candidate)
         long = long_cases(exact) if environment.emulated else ()
-        if noted := (*map(readable, notes_of(candidate)), *long):
+        if noted := (*map(readable, notes_of(candidate)), *long, *drafts):
             notes[candidate.spec] = noted
         if source := source_of(candidate):
             sources[candidate.spec] = dict(source)
