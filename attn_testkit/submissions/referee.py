@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import shlex
 from collections.abc import Callable, Iterator
 from itertools import product
 
@@ -78,7 +77,7 @@ def _unfinished(found: Submission) -> Refusals:
         yield "the run did not end; run the profile again, or the rest of it with --rest-of"
     for problem in found.report.problems:
         yield f"the run itself failed: {problem}"
-    if "--in-process" in shlex.split(found.header.command):
+    if "--in-process" in found.header.command.split():
         yield "the run was --in-process, where the backend can change its own verdict; run it without"
     if len(found.header.backends) != 1:
         yield f"the run is of {len(found.header.backends)} backends; submit one for each"
