@@ -6,8 +6,8 @@
     python ci/make_profile.py release 2026.12                       # from then on no file of it may change
 
 A case may enter a profile if known-good backends ran it without an alarm. ``choose`` takes cases of core of the
-registered backends, cheap ones, so that each backend meets as many as possible of the values that it declares. It also
-renews the digests. Profiles that are released are never written.
+registered backends, cheap ones, so that each backend meets as many as possible of the values that it declares. A
+released profile is never written.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def choose(release: str) -> None:
     (FOLDER / release).mkdir(exist_ok=True)
     for name, (family, modes) in PROFILES.items():
         print(f"{release}/{name}", file=sys.stderr)
-        write(f"{release}/{name}", chosen(backends, family, modes))
+        ids = chosen(backends, family, modes)
+        write(f"{release}/{name}", {case: digests_of(parse_case(case)) for case in ids})
 
 
 def admit(release: str, files: Iterable[str]) -> None:
@@ -119,15 +120,15 @@ def admit(release: str, files: Iterable[str]) -> None:
         for case in cases:
             if case in alarms or not ran[case]:
                 print(f"{name}: {case} may not enter: {alarms.get(case, 'no backend ran it')}")
-        write(name, [case for case in cases if ran[case] and case not in alarms])
+        write(name, {case: digests for case, digests in cases.items() if ran[case] and case not in alarms})
 
 
-def write(name: str, ids: Iterable[str]) -> None:
-    """Write the draft of a profile, with new digests. Exits for one that is released."""
+def write(name: str, cases: Mapping[str, tuple[str, str]]) -> None:
+    """Write the draft of a profile. Exits for one that is released."""
     path = FOLDER / f"{name}.toml"
     if path.exists() and read_profile(name).status != DRAFT:
         sys.exit(f"ci/make_profile.py: {name} is released and never changes; make one of a later month")
-    path.write_text(written({case: digests_of(parse_case(case)) for case in ids}))
+    path.write_text(written(cases))
 
 
 def release(release: str) -> None:

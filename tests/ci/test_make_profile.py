@@ -40,9 +40,9 @@ def test_cases_with_an_alarm_and_cases_that_nobody_ran_may_not_enter(
         CaseResult("two", "decode", "eager", UNRUN, Status.UNSUPPORTED),
     )
     monkeypatch.setattr(tool, "read_report", lambda _: type("Report", (), {"results": rows}))
-    tool.write("2020.01/decode", [GOOD, ALARM, UNRUN])
+    tool.write("2020.01/decode", dict.fromkeys((GOOD, ALARM, UNRUN), ("a", "b")))
     tool.admit("2020.01", ["any.json"])
-    assert {**tool.read_profile("2020.01/decode").cases} == {GOOD: digests_of(parse_case(GOOD))}
+    assert {**tool.read_profile("2020.01/decode").cases} == {GOOD: ("a", "b")}
     assert capsys.readouterr().out.splitlines() == [
         f"2020.01/decode: {ALARM} may not enter: two eager: failed",
         f"2020.01/decode: {UNRUN} may not enter: no backend ran it",
@@ -50,13 +50,13 @@ def test_cases_with_an_alarm_and_cases_that_nobody_ran_may_not_enter(
 
 
 def test_a_released_profile_is_never_written(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    tool.write("2020.01/decode", [GOOD])
+    tool.write("2020.01/decode", {GOOD: digests_of(parse_case(GOOD))})
     tool.release("2020.01")
     profile = tool.read_profile("2020.01/decode")
     assert profile.status == RELEASED
     assert f'"2020.01/decode" = "{profile.digest}"' in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"2020\.01/decode is released and never changes"):
-        tool.write("2020.01/decode", [])
+        tool.write("2020.01/decode", {})
     assert (tool.FOLDER / "2020.01" / "decode.toml").read_text() == written(profile.cases, RELEASED)
 
 
