@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,17 @@ def folder_of(distribution: Distribution) -> str:
     spec = importlib.util.find_spec(distribution.module)
     places = spec.submodule_search_locations if spec else None
     return os.path.join(next(iter(places)), "") if places else ""
+
+
+@cache
+def digest_of_kit() -> str:
+    """Digest of all code that evaluates a backend: of the kit and of the emulation, wherever they are installed."""
+    found = hashlib.sha256()
+    for module in (KIT.module, f"{KIT.module}.runner_modes", CUDA_ON_CPU.module):
+        spec = importlib.util.find_spec(module)
+        folder = next(iter(spec.submodule_search_locations or ())) if spec else ""
+        files = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.py")}
+        # In a wheel, runner_modes is inside of the kit.
+        for name in sorted(name for name in files if module != KIT.module or not name.startswith("runner_modes/")):
+            found.update(f"{module} {name}\n".encode() + files[name].read_bytes())
+    return f"sha256:{found.hexdigest()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attn_testkit.checks import CHECKS, Check
+from attn_testkit.results.rules import rule_of
 from attn_testkit_corpus.faults import all_controls, all_faults, all_known_bugs, thread_address
 from attn_testkit_corpus.faults.catalogue import CLASSES
 
@@ -53,6 +54,8 @@ def _check(check: Check) -> str:
         f"# {check.id}",
         "",
         check.text,
+        "",
+        f"**Rule of the contract:** [{rule_of(check.id)}](../../contract/index.md#{rule_of(check.id).lower()})",
         "",
         f"**Usual cause:** {check.cause}",
         "",

@@ -70,7 +70,7 @@ def read_first(text: str) -> list[str]:
             rows.append((name, words))
         else:
             rows[-1] = (rows[-1][0], f"{rows[-1][1]} {words}")
-    check = next((words for name, words in rows if name == "check"), "")
+    check = next((words.partition(" ")[0] for name, words in rows if name == "check"), "")
     hints = [f"hint: {words}" for name, words in rows if name == "hint"]
     _, _, headline = first.partition(": ")
     return [line for line in (f"{headline} ({check})", *hints[:_HINTS]) if first]

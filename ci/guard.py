@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import enum
-import hashlib
 import json
 import os
 import re
@@ -27,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import entry_points
 from multiprocessing import get_context
@@ -48,6 +45,7 @@ def plan_of(backend: str, tier: str) -> Record:
     from attn_testkit.running.planning.plan import plan_run
     from attn_testkit.running.planning.request import Request
     from attn_testkit.steps.data import make_step_data
+    from attn_testkit.steps.digest import digest, digest_of_schedule
     from attn_testkit.steps.numerics import numerics_of
     from attn_testkit.steps.schedule import make_schedule
 
@@ -65,9 +63,7 @@ def plan_of(backend: str, tier: str) -> Record:
         schedule = make_schedule(case, numerics_of(case, declared))
         facts = {
             "derived": {each.name: each.values.index(value) for each, value in chosen(case) if value},
-            "schedule": digest(
-                {f.name: getattr(schedule, f.name) for f in dataclasses.fields(schedule) if f.name != "case"}
-            ),
+            "schedule": digest_of_schedule(schedule),
         }
         if tier != "full":
             facts["data"] = digest([make_step_data(schedule, step) for step in schedule.steps])
@@ -89,51 +85,6 @@ def names_of_corpus(folder: str) -> list[str]:
 def registered() -> list[str]:
     """Names of the registered backends."""
     return sorted({point.name for point in entry_points(group="attn_testkit.backends")})
-
-
-def digest(value: Any) -> str:
-    """Digest of plain values, arrays, tensors and dataclasses, whose fields count by name where they differ from their
-    default: it does not depend on where a class is, nor on new fields that nothing sets.
-    """
-    hashed = hashlib.blake2b(digest_size=6)
-    for part in _parts(value):
-        hashed.update(part)
-    return hashed.hexdigest()
-
-
-def _parts(value: Any) -> Iterator[bytes]:
-    if dataclasses.is_dataclass(value):
-        named = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        value = {field.name: held for field, held in named if not _is_default(field, held)}
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield f"\n{key}=".encode()
-            yield from _parts(value[key])
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield b"\n-"
-            yield from _parts(each)
-    elif isinstance(value, (set, frozenset)):
-        yield from _parts(sorted(digest(each) for each in value))
-    elif hasattr(value, "untyped_storage"):
-        import torch
-
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif hasattr(value, "tobytes"):
-        yield f"{value.dtype} {value.shape}".encode()
-        yield value.tobytes()
-    elif isinstance(value, enum.Enum):
-        yield repr(value.value).encode()
-    else:
-        if " at 0x" in repr(value):
-            raise TypeError(f"{type(value)} has no value that two processes agree on")
-        yield repr(value).encode()
-
-
-def _is_default(field: dataclasses.Field[Any], held: Any) -> bool:
-    plain = held is None or isinstance(held, (bool, int, float, str, tuple))
-    return held is field.default or (plain and type(held) is type(field.default) and held == field.default)
 
 
 def g1(asked: argparse.Namespace) -> Record:

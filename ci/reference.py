@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 from check_pages import check_pages
+from contract_page import contract_page
 from reference_pictures import PICTURES, picture
 from reference_text import (
     attribute_sections,
@@ -115,7 +116,7 @@ def pages() -> dict[str, str]:
         "glossary.md": glossary(),
         **{f"rows-{each.mode}.svg": picture(each) for each in PICTURES},
     }
-    return {**{f"{HOME}/{name}": text for name, text in every.items()}, **check_pages()}
+    return {**{f"{HOME}/{name}": text for name, text in every.items()}, **check_pages(), **contract_page()}
 
 
 def glossary() -> str:

@@ -27,6 +27,7 @@ from .new import new
 from .repro import repro
 from .results import results
 from .run import run
+from .submissions import matrix, submit, verify
 from .version import version_text
 
 __all__ = ["all_commands", "main"]
@@ -87,6 +88,9 @@ for _command in (
     explain,
     results,
     known,
+    submit,
+    verify,
+    matrix,
     absent("audit"),
 ):
     commands.add_command(_command)

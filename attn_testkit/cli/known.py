@@ -23,10 +23,11 @@ Examples:
   attn-testkit known known_failures.toml --backend my_pkg.attn:MyBackend
 
 \b
-An entry:
+The file:
+  version = 1
   [[known]]
   cases = "decode-*-w*"                    # glob on case ids, or a list
-  kind  = "tolerated"                      # or "quarantine": never launched
+  kind  = "tolerated"                      # or "quarantine": never launched; "flaky": two weeks at most
   check = "matches-oracle"                 # the check that may fail, or a list
   issue = "https://example.org/issues/12"
   until = 2027-03-31                       # after this day the run fails; a year ahead at most
@@ -39,7 +40,9 @@ An entry:
 @click.argument("files", type=click.Path(), nargs=-1, required=True)
 @run_option("backends")
 def known(files: tuple[str, ...], backends: tuple[str, ...]) -> int:
-    """Check the form and the dates of files of known failures; with --backend, that every entry matches a case."""
+    """Check the form and the dates of files of known failures, and run no case; with --backend, check that every entry
+    matches a case.
+    """
     if results := next((file for file in files if file.endswith(".json")), ""):
         raise UsageError(f"known reads files of known failures; `attn-testkit results known {results}` writes one")
     return max(_check(file, backends) for file in files)

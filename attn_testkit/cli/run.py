@@ -52,7 +52,7 @@ Examples:
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @settings_options
 @click.option(
-    "--last", type=click.Path(), metavar="FILE",
+    "--last", type=click.Path(), metavar="FILE", hidden=True,
     help="With --budget: first run what failed in FILE.",
 )  # fmt: skip
 @click.option(

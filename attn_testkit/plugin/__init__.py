@@ -103,7 +103,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     request = config.stash[SESSION].request
     if not request.backends:
         return []
-    parts = [f"backend {', '.join(map(str, request.backends))}", f"tier {request.tier}", f"device {request.device}"]
+    parts = [
+        f"backend {', '.join(map(str, request.backends))}",
+        f"tier {request.tier_name}",
+        f"device {request.device}",
+    ]
     return [f"attn-testkit {metadata.version('attn-testkit')}: {'; '.join(parts)}"]
 
 

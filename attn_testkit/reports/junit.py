@@ -27,6 +27,7 @@ def properties(result: CaseResult) -> list[tuple[str, Any]]:
         "attn_case": result.case,
         "attn_status": result.status,
         "attn_failed_checks": ", ".join(dict.fromkeys(finding.check for finding in result.findings)) or None,
+        "attn_rules": ", ".join(dict.fromkeys(filter(None, (finding.rule for finding in result.findings)))) or None,
         "attn_reason": result.reason or None,
         "attn_margin": result.margin,
         "attn_seconds": round(seconds_of(result), 4),

@@ -11,6 +11,7 @@ from typing import Any, overload
 from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure, repro_command
 from ..results.remarks import launch_lines, left_lines, not_declared_lines
+from ..results.rules import rule_of
 from ..results.run_header import RunHeader
 from .grouping import Causes, Group, group_failures
 from .in_common import in_common
@@ -82,6 +83,7 @@ def _for_a_program(group: Group, report: Report) -> dict[str, Any]:
     return {
         "cause": group.cause,
         "check": group.check,
+        "rule": rule_of(group.check),
         "case_runs": len(group.results),
         "case": first.case,
         "execution": first.execution,

@@ -80,7 +80,7 @@ _OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed", "memory", "repeat
 
 
 def _finding_from_plain(data: Mapping[str, Any]) -> Finding:
-    values = dict(data)
+    values = {name: value for name, value in data.items() if name != "rule"}  # it follows from the check
     for name, kind in (("errors", ErrorMap), ("keys", KeyMap)):
         if values.get(name) is not None:
             values[name] = kind(**{key: _tuples(value) for key, value in values[name].items()})

@@ -263,7 +263,7 @@ def narrowed(header: RunHeader, planned: int, by: str, *, asked: bool = True, sh
     return replace(header, planned=planned, selection=selection)
 
 
-MUST_AGREE = ("kit", "tier", "seed", "device", "device_name", "backends", "versions")
+MUST_AGREE = ("kit", "kit_digest", "tier", "profile", "seed", "device", "device_name", "backends", "versions")
 """Fields of a header that must be equal in runs whose case-runs are counted together."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from .case_result import CaseResult
 from .names import NO_CASE, NOT_COMPILED
+from .rules import with_rule
 from .run_header import RunHeader
 
 WIDTH = 120
@@ -28,7 +29,7 @@ def format_failure(
     lines: list[str] = []
     for finding in result.findings[:1] if first_only or brief else result.findings:
         lines.append(f"{result.case}: {finding.headline}")
-        rows = [("check", finding.check), ("step", finding.step)]
+        rows = [("check", with_rule(finding.check)), ("step", finding.step)]
         if not (brief and result.like and not result.diagnosed):
             names = ("where", "spread", "attended", "hint")
             rows += [(name, getattr(finding, name)) for name in names]
@@ -124,6 +125,6 @@ def repro_command(result: CaseResult, header: RunHeader | None = None) -> str:
         return " ".join([shlex.join(program()), "repro --backend", result.backend, *rest, result.case])
     # Without a case to name, planning the mode again shows the failure.
     if header and header.tier != "smoke":
-        rest.append(f"--tier {header.tier}")
+        rest.append(f"{'--profile' if header.profile else '--tier'} {header.tier}")
     mode = ["--mode", result.mode] if result.mode else []
     return " ".join([shlex.join(program()), "run --backend", result.backend, *mode, *rest])

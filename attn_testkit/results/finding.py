@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from .rules import rule_of
 from .texts import MOST_OTHERS, readable
 
 
@@ -64,8 +65,11 @@ class Finding:
     """Data for a plot, if diagnosis looked at wrong numbers."""
     keys: KeyMap | None = None
     """Data of ``attended`` for a plot."""
+    rule: str = field(init=False, compare=False)
+    """Id of the rule of the contract that the check tests first."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", rule_of(self.check))
         for name, text in vars(self).items():
             if isinstance(text, str):
                 object.__setattr__(self, name, readable(text, MOST_CHARACTERS.get(name, MOST_OTHERS)))

@@ -86,6 +86,12 @@ class RunHeader:
     defaults."""
     selection: Selection = field(default_factory=Selection)
     """The part of the tier that this run takes."""
+    profile: str = ""
+    """Digest of the frozen profile that ``tier`` names; empty for a tier."""
+    kit_digest: str = ""
+    """Digest of the kit's code, in the record of a profile."""
+    declared: Mapping[str, str] = field(default_factory=dict)
+    """Spec -> what the backend declares, in one line, in the record of a profile."""
 
 
 CUT = 7

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 CI = Path(__file__).resolve().parents[2] / "ci"
 RECORD: dict[str, Any] = {
@@ -67,30 +63,3 @@ def test_a_guard_that_was_not_recorded_again_is_missing(
     assert compared(guard, tmp_path, {"g1": RECORD["g1"]}) == 1
     assert "g2: is missing" in capsys.readouterr().out
     assert compared(guard, tmp_path, {"g1": RECORD["g1"]}, "--only", "^g1") == 0
-
-
-class Order(Enum):
-    FORWARDS = "forwards"
-
-
-@dataclass(frozen=True)
-class Held:
-    rows: object = None
-    order: Order = Order.FORWARDS
-    names: frozenset[str] = field(default_factory=frozenset)
-
-
-@dataclass(frozen=True)
-class HeldLater(Held):
-    added: int = 0
-
-
-def test_a_digest_follows_values_and_neither_the_class_nor_new_defaults(guard: ModuleType) -> None:
-    rows = np.arange(4)
-    assert guard.digest(Held(rows)) == guard.digest(HeldLater(rows)) != guard.digest(HeldLater(rows, added=1))
-    others = [rows + 1, rows.astype(np.int32), rows.reshape(2, 2), torch.arange(4), torch.arange(4.0), [0, 1, 2, 3]]
-    assert len({guard.digest(Held(each)) for each in [rows, *others]}) == len(others) + 1
-    assert guard.digest(torch.zeros(2)) != guard.digest(-torch.zeros(2)), "bits count"
-    assert guard.digest({"a", "b"}) == guard.digest({"b", "a"})
-    with pytest.raises(TypeError, match="no value"):
-        guard.digest(object())

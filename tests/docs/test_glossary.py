@@ -111,7 +111,7 @@ def test_modes_executions_tiers_variants_and_statuses_have_entries() -> None:
 
 
 def test_every_label_of_a_failure_text_has_an_entry() -> None:
-    texts = {each.name: "x" for each in fields(Finding) if each.type == "str"}
+    texts = {each.name: "x" for each in fields(Finding) if each.init and each.type == "str"}
     text = format_failure(result(Status.FAILED, findings=(Finding(**texts),), not_evaluated=("finite",)))
     labels = [line.split()[0] for line in text.splitlines()[1:]]
     assert {"check", "step", "where", "spread", "attended", "hint", "untested", "backend", "repro"} <= set(labels)

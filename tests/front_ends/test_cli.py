@@ -340,7 +340,7 @@ def test_explain_gives_a_word_of_ids_failures_and_tables_its_meaning(call):
     assert "also     way" in out
     assert call("explain", "b7nan")[1] == call("explain", "b4nan")[1]
     _, out, _ = call("explain", "log-sum-exp")
-    assert [line.split()[0] for line in out.splitlines()[1:]] == ["check", "cause", "source", "reading", "word"]
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["rule", "check", "cause", "source", "reading", "word"]
 
 
 def test_explain_suggests_near_words_and_lists_all(call):

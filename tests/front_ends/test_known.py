@@ -96,6 +96,8 @@ def test_a_complete_entry_is_read(tmp_path):
         ({"issue": '"see https://example.org/12"'}, "is not an address"),
         ({"issue": '"https://"'}, "is not an address"),
         ({"until": "2999-01-01"}, "entry 1: until = 2999-01-01 is more than a year ahead; write 2"),
+        ({"kind": '"flaky"'}, "is more than two weeks ahead, the longest time of what is flaky; write 2"),
+        ({"kind": '"flaky"', "until": "2026-11-01", "check": None}, "entry 1: check is missing"),
         ({"when": '"on hopper"'}, "when: 'on hopper' is not one of smNN, cuda, emulated, PACKAGE<version"),
     ],
 )
@@ -109,6 +111,7 @@ def test_a_malformed_entry_is_named_with_its_field(tmp_path, changes, message):
     [
         ("[[known]\n", "is not TOML"),
         ("[[knwon]]\ncases='x'\n", "unknown table 'knwon'; entries are written [[known]]"),
+        ("version = 2\n", "has version 2; this kit reads version 1: update the kit"),
         ("[known]\ncases='x'\n", "entries are written [[known]], with two brackets"),
     ],
 )
@@ -172,6 +175,27 @@ def test_a_pass_under_an_entry_is_a_failure():
     result = ledger(entry()).judge(failed(status=Status.PASSED))
     assert result.status is Status.UNEXPECTEDLY_PASSED
     assert "narrow or remove the entry" in result.reason
+
+
+def test_a_flaky_case_run_may_fail_as_it_says_or_pass_while_its_entry_holds():
+    flaky = ledger(entry(kind="flaky"))
+    assert flaky.judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE
+    assert flaky.judge(failed("finite")).status is Status.FAILED
+    assert flaky.judge(failed(status=Status.PASSED)).status is Status.PASSED
+    both = ledger(entry(kind="flaky"), entry(number=2, cases="*"))
+    assert "known failure 2" in both.judge(failed(status=Status.PASSED)).reason
+    assert flaky.tolerates("fake:ok", "graph", "decode-a")
+
+
+@pytest.mark.parametrize(("days", "fine"), [(14, True), (15, False)])
+def test_a_flaky_entry_is_looked_at_every_two_weeks(tmp_path, days, fine):
+    until = TODAY + datetime.timedelta(days=days)
+    path = written(tmp_path, kind='"flaky"', until=str(until))
+    if fine:
+        assert load_known(path, TODAY)[0].kind == "flaky"
+    else:
+        with pytest.raises(UsageError, match="write 2026-12-05 at the latest"):
+            load_known(path, TODAY)
 
 
 def test_an_expired_entry_excuses_nothing_and_fails_the_run():
@@ -258,7 +282,7 @@ def test_an_exact_entry_has_no_wildcard(cases, exact):
         ({"kind": "3"}, "kind must be text"),
         ({"check": "[3]"}, "check must be a check id or a list of them"),
         ({"check": "[]"}, "check is missing: name the check that may fail"),
-        ({"kind": '"sometimes"'}, "kind = 'sometimes' (tolerated or quarantine)"),
+        ({"kind": '"sometimes"'}, "kind = 'sometimes' (tolerated or quarantine or flaky)"),
         ({"until": "3"}, "until must be a date"),
     ],
 )

@@ -109,6 +109,7 @@ VALUES: dict[str, Any] = {
     "modes": ("decode",), "executions": ("graph",), "tier": "full", "device": "cpu", "seed": 7, "cases": ("x*",),
     "known_failures": "/known.toml", "jobs": 3, "timeout_s": 5.0, "in_process": True, "budget_s": 60.0,
     "diagnose": "none", "diagnose_seconds": 2.5, "mps": "off", "keep_unloadable": True,
+    "profile": "2026.12/decode",
 }  # fmt: skip
 """Another value of each option than its default."""
 

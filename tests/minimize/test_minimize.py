@@ -23,6 +23,7 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.cli import main
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.finding import Finding
+from attn_testkit.results.rules import with_rule
 from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.planning.request import Item, Plan
 
@@ -86,7 +87,7 @@ def assert_minimised(out: str, backend: str, check: str, needs: list[str]) -> No
     small, *_ = (line.partition(":")[0] for line in out.splitlines() if ": request" in line)
     (words,) = re.findall(r"^  needs    (.*)$", out, re.MULTILINE)
     assert [re.split(r" (?=\S+( of \S+)? \()", need)[0] for need in words.split("; ")] == needs
-    assert f"  check    {check}\n" in out
+    assert f"  check    {with_rule(check)}\n" in out
     assert re.search(rf"^  repro    attn-testkit repro --backend {backend} .* {small}$", out, re.MULTILINE)
     assert re.search(rf"MINIMIZED: from \d+ non-default settings to {len(needs)}, in \d+ case-runs", out)
 
@@ -178,7 +179,7 @@ def test_whatever_ends_it_the_smallest_so_far_is_printed(
     with sent_here():
         code, out, err = call("--backend", PADDED_ROWS, "--execution", "graph", INTERRUPTED)
     assert code == 2, out + err
-    assert "  check    padding-inert\n" in out
+    assert "  check    padding-inert (AB-PAD-001)\n" in out
     assert out.splitlines()[-1].startswith("INTERRUPTED: ")
 
 
@@ -195,7 +196,7 @@ def test_the_command_in_a_process_of_its_own_is_ended_while_another_judges() -> 
         running.send_signal(signal.SIGTERM)
         out, _ = running.communicate(timeout=60)
     assert running.returncode == 2
-    assert "  check    padding-inert\n" in out
+    assert "  check    padding-inert (AB-PAD-001)\n" in out
     assert out.splitlines()[-1].startswith("INTERRUPTED: ")
 
 

@@ -1,13 +1,6 @@
 """Known failures: debts with an owner and a date, in a file that the backend's author keeps.
 
-[[known]] cases = "decode-*-win*"                  # glob on case ids, or a list; each must match a case kind  =
-"tolerated"                      # or "quarantine": never launched, because it kills the device check = "matches-oracle"
-# check that may fail (a list too); a failure of another check still counts issue = "https://example.org/issues/12"  #
-who owns it until = 2027-03-31                       # after this day the entry fails the run; a year ahead at most
-backend = "my_pkg.attn:*"                # optional glob; default: every backend execution = "graph"
-# optional; default: both when  = "sm90 and my-pkg<0.4"            # optional: smNN, cuda, emulated, PACKAGE<version,
-joined by "and" record = "crash.json"                    # of a quarantine: results file, next to this one, in which the
-case crashed
+docs/how-to/known-failures.md documents the file. ``kind`` is one of ``KINDS``.
 """
 
 from __future__ import annotations
@@ -30,13 +23,17 @@ from ...results.case_result import CaseResult, Status
 from ...results.checks import CHECKS
 from ...results.run_header import RunHeader
 
-KINDS = ("tolerated", "quarantine")
+FORMAT = 1
+"""The version of the file, its key ``version``. A file without the key has it. It grows if a reader of the old form
+would misread the new one."""
+MOST_DAYS = {"tolerated": 366, "quarantine": 366, "flaky": 14}
+"""Kind of an entry -> most days until the date of ``until``, after which somebody has to look again. ``tolerated``: the
+case-run fails. ``quarantine``: it is never launched. ``flaky``: it may fail or pass."""
+KINDS = tuple(MOST_DAYS)
 EXECUTIONS = ("eager", "graph")
 ENDINGS = (Status.CRASHED.value, Status.TIMED_OUT.value)
 """Words that an entry may have instead of a check's id: ways in which a case-run ends without one."""
 WARN_DAYS = 14
-MOST_DAYS = 366
-"""Most days until the date of ``until``: each entry has to be reviewed once per year."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,9 @@ def parse_known(path: str | Path, text: str, today: datetime.date | None = None)
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    unknown = [key for key in data if key != "known"]
+    if data.get("version", FORMAT) != FORMAT:
+        raise UsageError(f"{path} has version {data['version']!r}; this kit reads version {FORMAT}: update the kit")
+    unknown = [key for key in data if key not in ("version", "known")]
     if unknown:
         raise UsageError(f"{path}: unknown table {unknown[0]!r}; entries are written [[known]]")
     entries = data.get("known", [])
@@ -137,7 +136,7 @@ def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.d
     checks = _checks(raw, refuse)
     if not re.fullmatch(r"https?://[^\s/]+\.[^\s]+", raw["issue"]):
         raise refuse(f"issue = {raw['issue']!r} is not an address; write where it is followed up: https://...")
-    _refuse_date(raw["until"], today, refuse)
+    _refuse_date(raw["until"], today + datetime.timedelta(days=MOST_DAYS[raw["kind"]]), raw["kind"], refuse)
     try:
         _conditions(raw.get("when", ""))
     except ValueError as error:
@@ -146,7 +145,7 @@ def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.d
     if "record" in raw:
         if raw["kind"] != "quarantine":
             raise refuse(
-                'record shows the crash of what is quarantined; kind = "tolerated" runs the case, and needs none'
+                f'record shows the crash of what is quarantined; kind = "{raw["kind"]}" runs the case, and needs none'
             )
         try:
             crashed = _crashed(read_report(Path(path).parent / raw["record"]))
@@ -168,12 +167,12 @@ def _crashed(report: Report) -> frozenset[tuple[str, str, str]]:
     )
 
 
-def _refuse_date(until: object, today: datetime.date, refuse: Callable[[str], UsageError]) -> None:
+def _refuse_date(until: object, last: datetime.date, kind: str, refuse: Callable[[str], UsageError]) -> None:
     if not isinstance(until, datetime.date) or isinstance(until, datetime.datetime):
         raise refuse(f"until must be a date without quotes, like 2027-03-31, not {until!r}")
-    last = today + datetime.timedelta(days=MOST_DAYS)
     if until > last:
-        raise refuse(f"until = {until} is more than a year ahead; write {last} at the latest, and look again then")
+        far = "two weeks ahead, the longest time of what is flaky" if kind == "flaky" else "a year ahead"
+        raise refuse(f"until = {until} is more than {far}; write {last} at the latest, and look again then")
 
 
 def _checks(raw: dict[str, Any], refuse: Callable[[str], UsageError]) -> tuple[str, ...]:
@@ -181,7 +180,7 @@ def _checks(raw: dict[str, Any], refuse: Callable[[str], UsageError]) -> tuple[s
     checks = [check] if isinstance(check, str) else check
     if not isinstance(checks, list) or not all(isinstance(c, str) for c in checks):
         raise refuse("check must be a check id or a list of them")
-    if raw["kind"] == "tolerated" and not checks:
+    if raw["kind"] != "quarantine" and not checks:
         raise refuse('check is missing: name the check that may fail, or "crashed" or "timed out"')
     names = (*CHECKS, *ENDINGS)
     for name in checks:
@@ -234,7 +233,7 @@ class Ledger:
 
     def tolerates(self, backend: str, execution: str, case: str) -> bool:
         """Report whether an entry may make a failure of this case-run a known one."""
-        return any(entry.kind == "tolerated" and entry.covers(backend, execution, case) for entry in self._active)
+        return any(entry.kind != "quarantine" and entry.covers(backend, execution, case) for entry in self._active)
 
     @staticmethod
     def undone(result: CaseResult) -> CaseResult | None:
@@ -254,7 +253,7 @@ class Ledger:
         entries = [
             e
             for e in self._active
-            if e.kind == "tolerated"
+            if e.kind != "quarantine"
             and not e.expired(self.today)
             and e.covers(result.backend, result.execution, result.case)
         ]
@@ -262,7 +261,10 @@ class Ledger:
             return result
         issues = ", ".join(dict.fromkeys(e.issue for e in entries))
         if result.status is Status.PASSED:
-            text = f"passed, though {entries[0].name} says it fails; narrow or remove the entry"
+            failing = [e for e in entries if e.kind == "tolerated"]
+            if not failing:
+                return result
+            text = f"passed, though {failing[0].name} says it fails; narrow or remove the entry"
             return replace(result, status=Status.UNEXPECTEDLY_PASSED, reason=text)
         allowed = {check for e in entries for check in e.checks}
         if result.status is Status.FAILED:

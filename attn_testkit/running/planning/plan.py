@@ -19,9 +19,11 @@ from ...catalogue.never_together import describe_never_together
 from ...catalogue.not_covered import describe_not_covered
 from ...catalogue.tiers import generate
 from ...contract import Capabilities, Execution, ForwardMode
+from ...distributions import digest_of_kit
 from ...environment import Environment, missing_here, resolve, versions
 from ...families.table import meaningful, meaningless
-from ...registry import UsageError, origin_of
+from ...profiles import DRAFT, read_profile
+from ...registry import UsageError, capabilities_line, origin_of
 from ...results.case_result import CaseResult, Status
 from ...results.checks import CHECKS
 from ...results.finding import Finding
@@ -63,7 +65,7 @@ def plan_run(
         raise UsageError("no backend was named; give --backend a short name or module:Class")
     modes = [*map(ForwardMode, dict.fromkeys(request.modes))] or [*ForwardMode]
     executions = [*map(Execution, dict.fromkeys(request.executions))] or [*Execution]
-    exact = _exact_cases(request.cases)
+    exact = _exact_cases(request.named)
     environment = resolve(request.device)
     items: list[tuple[Item, Case]] = []
     preset: list[CaseResult] = []
@@ -73,8 +75,12 @@ def plan_run(
     notes: dict[str, tuple[str, ...]] = {}
     sources: dict[str, Mapping[str, str]] = {}
     undeclared: dict[str, tuple[str, ...]] = {}
-    whole: set[Item] | None = set() if request.selected_by and request.counts_tier else None
+    lines: dict[str, str] = {}
+    counts = request.selected_by and request.counts_tier and not request.profile
+    whole: set[Item] | None = set() if counts else None
     matched: set[str] = set()
+    is_draft = request.profile and read_profile(request.profile).status == DRAFT
+    drafts = (f"{request.profile} is a draft: its cases may change until its release",) if is_draft else ()
     for candidate in request.candidates:
         try:
             declared = capabilities_of(candidate)
@@ -85,7 +91,7 @@ def plan_run(
             continue
         broken = broken_of(candidate)
         long = long_cases(exact) if environment.emulated else ()
-        if noted := (*map(readable, notes_of(candidate)), *long):
+        if noted := (*map(readable, notes_of(candidate)), *long, *drafts):
             notes[candidate.spec] = noted
         if source := source_of(candidate):
             sources[candidate.spec] = dict(source)
@@ -96,10 +102,11 @@ def plan_run(
                 items += found
                 preset += rows
         undeclared[candidate.spec] = not_declared_here(declared)
-        matched |= _matched(declared, modes, request, exact)
+        lines[candidate.spec] = capabilities_line(declared)
+        matched |= _matched(declared, modes, request, exact) if not request.profile else set()
         if whole is not None:
             whole |= _whole(candidate.spec, declared, request, environment, broken)
-        if not request.cases:
+        if not request.named:
             own = [case for _, case in items[first:]]
             of_modes = list(dict.fromkeys(case.mode for case in own))
             values = describe_not_covered(declared, of_modes, own)
@@ -114,7 +121,7 @@ def plan_run(
     selection = selection_of(request, [item for item, _ in items], whole, failed)
     header = _header(request, environment, len(items) + failed, not_covered, notes, sources, undeclared, selection)
     return Plan(
-        header=replace(header, lacking=lacking, excluded=excluded),
+        header=replace(header, lacking=lacking, excluded=excluded, declared=lines if request.profile else {}),
         items=ordered(items, request.order, request.failed_before),
         order=request.order,
         preset=tuple(preset),
@@ -194,7 +201,7 @@ def _of_mode(
     if absent:
         return [], [_row(spec, mode, execution, Status.NOT_RUN_HERE, absent)]
     found, refused = _cases_for(declared, mode, request, exact)
-    rows = [] if found or request.cases else [_unsatisfiable(spec, declared, mode, execution)]
+    rows = [] if found or request.named else [_unsatisfiable(spec, declared, mode, execution)]
     rows += [
         _row(spec, mode, execution, Status.UNSUPPORTED, f"not declared: {lacking}", case_id)
         for case_id, lacking in refused.items()
@@ -254,7 +261,7 @@ def _cases_for(
     refused = {case_id: lacking for case_id, case in named.items() if (lacking := _refused(declared, case))}
     chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
-    if globs or not request.cases:
+    if globs or not request.named:
         for case in map(meaningful, generate(declared, mode, request.tier, request.seed)):
             if not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs):
                 chosen.setdefault(case.id, case)
@@ -364,7 +371,7 @@ def _header(
         kit=importlib.metadata.version("attn-testkit"),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=request.command,
-        tier=request.tier,
+        tier=request.tier_name,
         seed=request.seed,
         device=environment.kind,
         device_name=environment.name,
@@ -378,4 +385,6 @@ def _header(
         explained={check.id: check.words for check in CHECKS.values()},
         not_declared=not_declared,
         selection=selection,
+        profile=read_profile(request.profile).digest if request.profile else "",
+        kit_digest=digest_of_kit() if request.profile else "",
     )

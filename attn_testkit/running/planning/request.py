@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
+from ...profiles import profile_names, read_profile
 from ...registry import UsageError
 from ...reports.verdict import conclude
 from ...results.case_result import CaseResult, Status
@@ -57,6 +58,11 @@ class Request:
         metadata=offered(one_of("execution", EXECUTIONS), "Only eager or only graph.", flag="execution"),
     )
     tier: str = field(default="smoke", metadata=offered(one_of("tier", TIERS), "Number of cases.", ini=True))
+    profile: str | None = field(
+        default=None,
+        metadata=offered(one_of("profile", profile_names(), "NAME"), "Only a frozen profile's cases."),
+    )
+    """A frozen profile, such as ``2026.12/decode``, in place of a tier: its cases that the backend declares."""
     device: str = field(default="auto", metadata=offered(DEVICE, "cpu emulates CUDA."))
     seed: int = field(default=0, metadata=offered(whole("seed"), "Random seed."))
     cases: tuple[str, ...] = field(default=(), metadata=offered(GLOB, "Only case ids like 'decode-*'.", flag="case"))
@@ -94,6 +100,19 @@ class Request:
         _check(self)
         if self.order not in ORDERS:
             raise UsageError(f"unknown order {self.order!r} (known: {', '.join(ORDERS)})")
+        if self.profile and (self.cases or self.seed):
+            what = "cases" if self.cases else "a seed"
+            raise UsageError(f"profile {self.profile} has cases and data of its own; leave out {what}, or the profile")
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Globs and ids of the selected cases: ``cases``, or those of the profile."""
+        return tuple(read_profile(self.profile).cases) if self.profile else self.cases
+
+    @property
+    def tier_name(self) -> str:
+        """The tier as the verdict names it; the profile if there is one."""
+        return self.profile or self.tier
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -199,6 +218,7 @@ class CaseArguments(TypedDict, total=False):
     modes: Sequence[str]
     executions: Sequence[str]
     tier: str
+    profile: str | None
     device: str
     seed: int
     cases: Sequence[str]
@@ -399,7 +419,7 @@ class Prepared:
 
     def _exists_beyond(self, entry: KnownFailure) -> bool:
         # This run may be narrower than the file: look in everything that the same backends can be asked.
-        request = replace(self.request, modes=(), executions=(), tier="full", cases=(entry.cases,))
+        request = replace(self.request, modes=(), executions=(), tier="full", profile=None, cases=(entry.cases,))
         try:
             items = self.judge.plan(request).items
         except UsageError:
