@@ -17,7 +17,7 @@ class KVSplit:
 
     In target-verify the draft's nodes are keys ``prefix .. prefix + N - 1``. A row may see the same keys as without
     splits: causality, tree and window follow positions, and a window may leave a split without keys.
-    ``holds``, ``lens`` and ``key`` are device work whose shapes do not depend on lengths.
+    ``holds``, ``lens``, ``key`` and ``index`` are device work whose shapes do not depend on lengths.
     """
 
     kind: Literal["whole", "prefix", "new", "rank"] = "whole"
@@ -27,14 +27,18 @@ class KVSplit:
     ranks: int = 1
     """R: number of ranks."""
     interleave: int = 1
-    """Consecutive keys on a rank: 1, or the page size."""
+    """I: consecutive keys on a rank: 1, the page size or, with its own pool, any number (vLLM's
+    ``cp_kv_cache_interleave_size``)."""
     sinks: bool = True
     """True in the one split of a batch in which attention sinks count."""
+    own_pool: bool = False
+    """True if the rank is an instance with a KV pool and a request table of its own, as with decode context parallelism
+    (``dcp_rank`` and ``dcp_world_size`` in vLLM and SGLang). False: all ranks read one pool."""
 
     def __str__(self) -> str:
         if self.kind != "rank":
             return {"whole": "all keys", "prefix": "the prefix", "new": "the new rows"}[self.kind]
-        return f"rank {self.rank} of {self.ranks}"
+        return f"rank {self.rank} of {self.ranks}" + (" with its own pool" if self.own_pool else "")
 
     def holds(self, key: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
         """Bool: True if the split has key ``key`` of a request of ``prefix_lens`` keys before the step.
@@ -71,3 +75,9 @@ class KVSplit:
         if self.kind == "rank":
             return (index // self.interleave * self.ranks + self.rank) * self.interleave + index % self.interleave
         return index
+
+    def index(self, key: torch.Tensor) -> torch.Tensor:
+        """Index, among the keys of the rank that has it, of key ``key`` of a request: on that rank the inverse of
+        ``key``. With its own pool, a rank has the key in the slot ``req_to_token[request, index]``.
+        """
+        return key // (self.ranks * self.interleave) * self.interleave + key % self.interleave
