@@ -38,7 +38,7 @@ class KVSplit:
     def __str__(self) -> str:
         if self.kind != "rank":
             return {"whole": "all keys", "prefix": "the prefix", "new": "the new rows"}[self.kind]
-        return f"rank {self.rank} of {self.ranks}" + (" with its own pool" if self.own_pool else "")
+        return f"rank {self.rank} of {self.ranks}"
 
     def holds(self, key: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
         """Bool: True if the split has key ``key`` of a request of ``prefix_lens`` keys before the step.
