@@ -45,7 +45,7 @@ class RankWatch:
                 made.append(held())
             slots, rows = made[0]
             mine = places.rank[slots] == rank
-            parts = rows.reshape(math.prod(self._parts), len(slots), -1)[:, mine]
+            parts = rows.reshape(self._shape(len(slots)))[:, mine]
             return places.slot[slots[mine]], np.ascontiguousarray(parts).reshape(-1)
 
         for rank, watch in enumerate(self._watches):
@@ -118,5 +118,8 @@ class RankWatch:
 
     def _rows(self, watch: PoolWatch, slots: _Ints) -> Bytes:
         """Contents of slots of a rank's pool, [L * (2 or 1), n, bytes]."""
-        shape = math.prod(self._parts), len(slots), math.prod(watch.row) * self.bits.itemsize
-        return watch.rows_of(slots).reshape(shape)
+        return watch.rows_of(slots).reshape(self._shape(len(slots)))
+
+    def _shape(self, count: int) -> tuple[int, int, int]:
+        """Shape of ``count`` rows: L * (2 or 1), rows, bytes of a row."""
+        return math.prod(self._parts), count, math.prod(self._watches[0].row) * self.bits.itemsize
