@@ -22,7 +22,11 @@ def rank_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     have fewer keys than there are ranks.
     """
     page = nearest(declared.kv_pool.page_sizes, _PAGE)
-    plain = without_options(declared, small)
+    # Tails of a rank's pages are poisoned. FP8 comes first.
+    kv_dtypes = sorted(declared.kv_pool.kv_dtypes - declared.needs.finite_page_tails)
+    if not kv_dtypes:
+        return
+    plain = without_options(declared, small).with_changes(kv_dtype=kv_dtypes[-1])
     # vLLM deals tokens or pages; SGLang deals tokens; the last two numbers are smaller than a page and divide none.
     for ranks, interleave in ((2, page), (3, 1), (4, page // 2 or 2), (8, 5)):
         case = _of_ranks(plain, page, ranks, interleave, _around(page, ranks, interleave))
@@ -34,7 +38,7 @@ def rank_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         other = plain.with_changes(**heads)
         yield _of_ranks(other, page, 2, page, (2 * page - 1, 0, 1, 70)).with_changes(data="gauss")
     yield with_options(declared, _of_ranks(small, page, 3, page, (_LONG, 70, 1)), 60).with_changes(
-        kv_dtype=min(declared.kv_pool.kv_dtypes), data="gauss"
+        kv_dtype=kv_dtypes[0], data="gauss"
     )
 
 

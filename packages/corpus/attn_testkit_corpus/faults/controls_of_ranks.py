@@ -34,7 +34,7 @@ class RankComputesItsSlots(RankBackend):
     capabilities = RankBackend.capabilities.with_changes(eager=_FEW, graph=_FEW)
 
     def own_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        return torch.where(batch.out_cache_loc < 0, 0, self.table_slots(batch))
+        return torch.where(batch.out_cache_loc <= 0, 0, self.table_slots(batch))
 
 
 @control("ranks-in-base-2-heads-first")

@@ -27,7 +27,7 @@ class RankStoresAtGlobalPosition(RankBackend):
     """A rank stores its rows where its request table has the global position, past its own keys."""
 
     def own_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        return torch.where(batch.out_cache_loc < 0, 0, self.table_slots(batch, at_key=True))
+        return torch.where(batch.out_cache_loc <= 0, 0, self.table_slots(batch, at_key=True))
 
 
 @fault(
@@ -84,7 +84,7 @@ class RankStoresAsForInterleaveOfOne(RankBackend):
     """Slots of new rows follow from position // R, as if each rank got one token at a time."""
 
     def own_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        return torch.where(batch.out_cache_loc < 0, 0, self.table_slots(batch, interleave=1))
+        return torch.where(batch.out_cache_loc <= 0, 0, self.table_slots(batch, interleave=1))
 
 
 @fault(
