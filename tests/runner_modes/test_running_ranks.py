@@ -14,6 +14,7 @@ from in_process import check_backend
 
 from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
 from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.features.kv_splits import splits_of
 from attn_testkit.contract import AttentionBackend, BackendContext, ForwardBatch, KVSplit, Unsupported
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import make_step_data, stored_kv
@@ -75,15 +76,13 @@ class _Seen:
     batch: dict[str, Any]
 
 
-_ENOUGH = 60
-"""Calls that are remembered: a backend must not keep more and more device memory."""
-
-
 class Spy(TorchNativeRanksBackend):
     """Healthy; remembers what it was given."""
 
     seen: ClassVar[list[_Seen]] = []
     asked: ClassVar[list[tuple[int, bool]]] = []
+    most: ClassVar[int] = 3
+    """Plans that are remembered: a backend must not keep more and more device memory."""
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert batch.dcp_local_seq_lens is not None
@@ -93,14 +92,14 @@ class Spy(TorchNativeRanksBackend):
         }
         rows = {name: value.clone() for name, value in given.items()}
         table = self.context.req_to_token[batch.req_pool_indices.long()].clone()
-        if len(self.seen) < _ENOUGH:
+        if len(self.seen) < self.most:
             self.seen.append(_Seen(self.context.dcp_rank, table, rows))
         super().init_forward_metadata_in_graph(batch)
 
     def forward_return_lse(self, *args: Any, part: KVSplit, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.context.kv_splits == (part,)
         assert (self.context.dcp_world_size, self.context.cp_kv_cache_interleave_size) == (part.ranks, part.interleave)
-        if len(self.asked) < _ENOUGH:
+        if len(self.asked) < 12:
             self.asked.append((part.rank, more.get("save_kv_cache", True)))
         return super().forward_return_lse(*args, part=part, **more)
 
@@ -124,12 +123,12 @@ def test_a_rank_gets_its_own_slots_and_lengths_and_the_global_rest() -> None:
     assert not torch.equal(first[0].table, first[1].table), "each rank has its own request table"
 
 
-def test_lengths_of_padded_and_captured_requests_add_up_to_theirs() -> None:
+def test_lengths_of_padded_and_captured_requests_add_up_to_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Spy, "most", 24)
     for case in (POOLS[1].replace("-ranks2by4-b5prod", "-ranks3by1-b6prod"), POOLS[3]):
         Spy.seen.clear()
         assert check_backend(Spy, cases=[case], executions=["graph"], device="cpu")
-        ranks = parse_case(case).kv_splits
-        count = int(ranks.removeprefix("ranks").split("by")[0])
+        count = len(splits_of(parse_case(case)))
         verify = case.startswith("target-verify")
         plans = [Spy.seen[at : at + count] for at in range(0, len(Spy.seen), count)]
         for plan in plans:
