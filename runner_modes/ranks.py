@@ -147,7 +147,7 @@ class Ranks(AttentionBackend):
             "spec_info": self._spec_of_rank(batch.spec_info, rank),
         }
         if not isinstance(batch, SimpleNamespace):
-            # What a backend keeps with a batch outlives copies of the batch.
+            # The data that a backend keeps with a batch outlives copies of the batch.
             extras = cast(dict[str, Any], batch.extras.setdefault(f"rank {rank}", {}))
             return replace(batch, group_cache_locs=None, extras=extras, **changes)
         fields = {name: value for name, value in vars(batch).items() if name != "group_cache_locs"}

@@ -41,7 +41,7 @@ _MOST_INTERLEAVED, _MOST_INTERLEAVED_AT_RANDOM = 1 << 16, 40
 def _kind_and_numbers(case: Fields) -> tuple[str, int, int]:
     """One of ``contract.merging.SPLIT_KINDS``, R, and I; an empty kind for a case without splits."""
     spelled = _SPELLED.fullmatch(case.kv_splits)
-    assert spelled is not None, f"kv_splits={case.kv_splits!r} is no spelling of KV splits"
+    assert spelled is not None, f"kv_splits={case.kv_splits!r} does not spell KV splits"
     kind, ranks = spelled[1], int(spelled[2] or 0)
     return kind, ranks, int(spelled[3] or (case.page_size if kind == "pages" else 1))
 
