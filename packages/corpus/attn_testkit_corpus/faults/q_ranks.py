@@ -71,7 +71,12 @@ class RankStoresRowsOfOthersInLastSlot(RankBackend):
         return torch.where(batch.out_cache_loc < 0, last, batch.out_cache_loc)
 
 
-@fault("vllm #57260", _WRITES, modes=MODES)
+@fault(
+    "vllm #57260",
+    _WRITES,
+    r"the token belongs to rank \d, because token j belongs to rank j // \d+ % \d|does not hold",
+    modes=MODES,
+)
 class EveryRankStoresEveryRow(RankBackend):
     """A rank computes the slot of every row from its local index, and leaves out the question whose row it is."""
 
@@ -79,7 +84,12 @@ class EveryRankStoresEveryRow(RankBackend):
         return self.table_slots(batch)
 
 
-@fault("vllm #55802; RFC vllm #50391", _WRITES, modes=MODES)
+@fault(
+    "vllm #55802; RFC vllm #50391",
+    _WRITES,
+    r"divided by the number of ranks, as for I = 1, as a local slot; the local one is \d+|does not hold|was overwritten",
+    modes=MODES,
+)
 class RankStoresAsForInterleaveOfOne(RankBackend):
     """Slots of new rows follow from position // R, as if each rank got one token at a time."""
 
