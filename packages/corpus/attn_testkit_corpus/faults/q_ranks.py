@@ -87,7 +87,7 @@ class EveryRankStoresEveryRow(RankBackend):
 @fault(
     "vllm #55802; RFC vllm #50391",
     _WRITES,
-    r"divided by the number of ranks, as for I = 1, as a local slot; the local one is \d+|does not hold|was overwritten",
+    r"as for I = 1, as a local slot; the local one is \d+|does not hold|was overwritten",
     modes=MODES,
 )
 class RankStoresAsForInterleaveOfOne(RankBackend):
