@@ -51,7 +51,9 @@ def _around(page: int, ranks: int, interleave: int) -> tuple[int, ...]:
 def _of_ranks(small: Case, page: int, ranks: int, interleave: int, prefixes: tuple[int, ...]) -> Case:
     """``small`` with other requests, of which every second has all its rows."""
     rows = small.rows.counted([small.width if index % 2 == 0 else 1 for index in range(len(prefixes))])
-    return small.of_requests(
+    # Ranks share no prefixes.
+    layout = "shuffled" if small.layout == "shared" else small.layout
+    return small.with_changes(layout=layout).of_requests(
         prefixes, padded=1, rows=rows, page_size=page, kv_splits=f"ranks{ranks}by{interleave}", padding="prod"
     )
 

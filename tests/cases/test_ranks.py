@@ -140,6 +140,17 @@ def test_a_backend_that_needs_finite_page_tails_is_no_rank_because_ranks_poison_
     }
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_cases_exist_whatever_else_is_declared(seed: int) -> None:
+    """The smallest case of a backend may have shared prefixes, which ranks exclude."""
+    everything = TorchNativeBackend.capabilities.with_changes(lse=ALL.lse)
+    few = everything.with_changes(kv_pool={"page_sizes": {1, 16}}, heads={"head_dims": {64, 128}})
+    for declared in (everything, few):
+        for mode in MODES:
+            for tier in ("smoke", "core"):
+                assert [case for case in generate(declared, mode, tier, seed) if has_own_pools(case)]
+
+
 def test_ranks_run_in_both_orders() -> None:
     assert {case.derived("rank-order") for mode in MODES for case in core(mode)} == {0, 1}
 
