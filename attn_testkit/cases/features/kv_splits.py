@@ -241,15 +241,15 @@ KV_SPLITS = Feature(
         ),
         Entry(
             "ranks3by2",
-            "Decode context parallelism: 3 ranks, each of them an instance with a KV pool of its own, get 2 tokens of "
-            "a request at a time.",
+            "Decode context parallelism: 3 ranks, each an instance with a separate KV pool, get 2 tokens of a request "
+            "at a time.",
             also=("DCP", "decode context parallelism", "dcp_world_size"),
             page="how-to/context-parallelism.md",
             numbers=True,
         ),
         Entry(
             "ranks3by2merged",
-            "The results of 3 ranks with pools of their own, merged by the backend.",
+            "The results of 3 ranks with separate KV pools, merged by the backend.",
             page="how-to/context-parallelism.md",
             numbers=True,
         ),

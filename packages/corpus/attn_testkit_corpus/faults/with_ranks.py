@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, KVSplit, LogSumExp, Windows
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVSplit, LogSumExp, Windows
 
 from .with_kv_splits import MODES, SplitKVBackend
 
@@ -102,7 +102,7 @@ class RankWithoutPositions(RankBackend):
     as many as a length says, and compares no positions. In other modes a row sees keys after it."""
 
     capabilities = RankBackend.capabilities.with_changes(
-        eager={"decode"}, graph={"decode"}, windows=Windows(), lse=LogSumExp(base="e", ranks={"decode"})
+        eager={"decode"}, graph={"decode"}, windows=Windows(), lse=LogSumExp(base="e", ranks={ForwardMode.DECODE})
     )
 
     @override
