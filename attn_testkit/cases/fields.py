@@ -90,8 +90,7 @@ class Fields:
     """Number and ids of the layers, and whether they share a KV group."""
     kv_splits: str = ""
     """Splits of the keys, each attended with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
-    ``pagesR`` or ``tokensR`` for R ranks, ``ranksRbyI`` for R ranks with pools of their own that get I tokens at a time
-    (``features/kv_splits.py``). Empty: no splits."""
+    ``pagesR`` or ``tokensR`` for R ranks (``features/kv_splits.py``). Empty: no splits."""
     merged_by_backend: bool = False
     """True if the backend merges the splits; otherwise the kit merges them."""
     multi_mode: bool = False

@@ -16,7 +16,7 @@ from .evaluation import Evaluation
 from .hybrid import writes_own_keys
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
 from .observation import Observation
-from .rank_writes import writes_on_ranks
+from .rank_writes import strays_of, writes_on_ranks
 
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     Padding may write into page 0. ``page_size`` in slots. A slot held NaN before, which never equals its new value.
     """
     assert observed.inputs is not None
-    if observed.outside or len(observed.strays):
+    if observed.outside or len(strays_of(observed)):
         return False
     slots, rows = observed.written
     own = slots >= page_size

@@ -215,17 +215,6 @@ class Observation:
         return () if found is None else tuple(found.tolist())
 
     @cached_property
-    def strays(self) -> torch.Tensor:
-        """Rank and slot of each slot of a rank's pool that changed and that none of its keys owns, [n, 2] int64. Empty
-        without ranks that have their own pools."""
-        return self.copies.group("pool").get("strays", torch.zeros(0, 2, dtype=torch.int64))
-
-    @property
-    def stray_rows(self) -> torch.Tensor:
-        """Bits of the first of these slots, [L, 2 or 1, at most 16, Hk, Dqk]."""
-        return self.copies.group("pool")["rows of strays"]
-
-    @cached_property
     def pool(self) -> torch.Tensor:
         """The KV pool after the step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype."""
         assert self.inputs is not None

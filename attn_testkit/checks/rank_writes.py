@@ -15,7 +15,7 @@ from .observation import Observation
 
 def writes_on_ranks(observed: Observation) -> list[Finding]:
     """Report what is wrong in the pools of ranks, after page 0 of each."""
-    strays = observed.strays.tolist()
+    strays = strays_of(observed).tolist()
     if strays:
         return [_stray(observed, strays)]
     wrong = _wrong_slots(observed)
@@ -37,6 +37,17 @@ def writes_on_ranks(observed: Observation) -> list[Finding]:
             step=observed.label,
         )
     ]
+
+
+def strays_of(observed: Observation) -> torch.Tensor:
+    """Rank and slot of each slot of a rank's pool that changed and that none of its keys owns, [n, 2] int64. Empty
+    without ranks that have their own pools."""
+    return observed.copies.group("pool").get("strays", torch.zeros(0, 2, dtype=torch.int64))
+
+
+def _stray_rows(observed: Observation) -> torch.Tensor:
+    """Bits of the first of these slots, [L, 2 or 1, at most 16, Hk, Dqk]."""
+    return observed.copies.group("pool")["rows of strays"]
 
 
 def _wrong_slots(observed: Observation) -> list[int]:
@@ -83,7 +94,7 @@ def _never_stored(observed: Observation, places: RankPlaces, wrong: list[int]) -
 def _stray(observed: Observation, strays: list[list[int]]) -> Finding:
     """Report a slot of a rank that was written, although no key of the rank belongs there."""
     places = places_on_ranks(observed.schedule, observed.step)
-    for index, (rank, at) in enumerate(strays[: observed.stray_rows.shape[2]]):
+    for index, (rank, at) in enumerate(strays[: _stray_rows(observed).shape[2]]):
         slot = _held_token(observed, index)
         if slot is None:
             continue
@@ -117,7 +128,7 @@ def _counts(strays: list[list[int]]) -> str:
 def _held_token(observed: Observation, index: int) -> int | None:
     """Slot of the schedule of the new token whose K and V a stray row holds; None if it holds no token's."""
     assert observed.inputs is not None
-    row = observed.stray_rows[:, :, index]
+    row = _stray_rows(observed)[:, :, index]
     same = (_bits(observed.inputs.new_rows) == row.unsqueeze(2)).movedim(2, 0).flatten(1).all(1)
     found = observed.inputs.new_slots[same]
     return int(found[0]) if len(found) else None
