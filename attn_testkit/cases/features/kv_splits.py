@@ -134,6 +134,8 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     kinds = declared.lse.kinds(so_far["rows"].mode) if declared.lse else ()
+    if so_far.get("layout") == "shared":
+        kinds = tuple(kind for kind in kinds if kind != "ranks")
     as_given = so_far["rows"].mode in declared.precision.new_rows_as_given and declared.kv_pool.kv_dtypes != {"same"}
     kind = draws.one_of(["", *kinds]) if kinds and not as_given else ""
     ranks: int | str = draws.number(2, _MOST_RANKS) if kind in ("pages", "tokens", "ranks") else ""
