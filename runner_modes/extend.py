@@ -20,6 +20,7 @@ from .harness import ServerHarness, StagedStep
 from .mode_runner import ModeRunner, one_a_request
 from .static_inputs import StaticInputs
 from .step_tensor import StepTensor
+from .tensors.ranks import fill_local_lens
 
 
 def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
@@ -56,6 +57,7 @@ def _captured_extends(
     keys = [rows or fill for rows in lens]
     prefixes = [length - rows for length, rows in zip(keys, lens, strict=True)]
     static.host["seq_lens"][:bs] = keys
+    fill_local_lens(static, keys)
     _share_out(static, lens)
     static.send()
     mirrors = {"seq_lens_sum": sum(keys)} if harness.capabilities.needs.cpu_seq_lens else {}

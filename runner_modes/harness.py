@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.features.kv_splits import splits_of
+from attn_testkit.cases.features.kv_splits import has_own_pools, splits_of
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS, dialect_of, variant_of
 from attn_testkit.cases.features.table import FEATURES
 from attn_testkit.cases.layers import PERIOD
@@ -39,6 +39,7 @@ from attn_testkit.model import Model, Trace, pack, row_width
 from attn_testkit.results.names import NO_ROOM
 from attn_testkit.steps.data import DTYPES, StepData
 from attn_testkit.steps.kv_groups import pages_in_pool, slot_map, table_of_group
+from attn_testkit.steps.ranks import slots_on_ranks
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.packing import Bytes, Sent
 from attn_testkit.watches.past_modes import past_modes
@@ -51,6 +52,7 @@ from .memories import memories_of
 from .memory_use import MemoryUse
 from .pieces import Pieces
 from .pool_address import allocate_for
+from .ranks import Ranks
 from .state_pools import load_states, with_states
 from .tables import Tables
 
@@ -129,8 +131,14 @@ def context_for(
         table = torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device)
         return KVGroup(index, tuple(layer.layer_id for layer in own), pool, table)
 
+    splits = splits_of(case)
     turns = PERIOD if case.layers.groups else 1
-    groups = tuple(group(index, layers[index::turns]) for index in range(turns))
+    # A rank is a group that has all layers.
+    groups = (
+        tuple(group(rank, layers) for rank in range(len(splits)))
+        if has_own_pools(case)
+        else tuple(group(index, layers[index::turns]) for index in range(turns))
+    )
     return BackendContext(
         device=device,
         dtype=dtype,
@@ -148,7 +156,7 @@ def context_for(
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         capture_tokens=tuple(sorted({bs * s.case.rows_at_once for s in schedules for bs in s.buckets})),
-        kv_splits=splits_of(case),
+        kv_splits=splits,
         kv_groups=groups if len(groups) > 1 else (),
         index_pool=index_pool_for(schedules, layers, groups[0].kv_pool, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
@@ -189,9 +197,10 @@ def _most_keys(schedules: Sequence[Schedule], columns: int, dialect: Dialect) ->
 
 def _reserved_memory(context: BackendContext) -> Iterator[torch.Tensor]:
     """Page 0 of each layer's keys, values and index keys, and slot 0 of each layer's states."""
-    for layer in context.layers:
-        with suppress(KeyError, ValueError):  # no layer of the KV pool, or one of a layout that has no pages
-            yield from (pages[0] for pages in context.group_of(layer).kv_pool.get_kv_pages(layer.layer_id))
+    for group in context.groups:
+        for layer_id in group.layer_ids:
+            with suppress(KeyError, ValueError):  # no layer of the KV pool, or one of a layout that has no pages
+                yield from (pages[0] for pages in group.kv_pool.get_kv_pages(layer_id))
     for part in context.state.pool.parts if context.state else ():
         yield part[0]
     yield from context.index_pool.memory[:, 0] if context.index_pool else ()
@@ -262,7 +271,11 @@ class ServerHarness:
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         self.memory = MemoryUse()
         with self.memory.kept("persistent"), no_mode_left():
-            self.backend = backend_class(self.context)
+            self.backend = (
+                Ranks(backend_class, self.context, reverse=self.ranks_in_reverse)
+                if has_own_pools(self.case)
+                else backend_class(self.context)
+            )
 
     @property
     def pool(self) -> Watch:
@@ -277,9 +290,21 @@ class ServerHarness:
         return torch.where(ids < self.model.nan_row - 1, ids + 1, ids)
 
     @property
+    def ranks_in_reverse(self) -> bool:
+        """True if ranks with their own pools run from the last to the first."""
+        return has_own_pools(self.case) and bool(self.case.derived("rank-order"))
+
+    @property
     def pads_with_nothing(self) -> bool:
         """True if padded requests of graphs have neither rows nor keys."""
         return self.context.dialect.padded_requests == "nothing"
+
+    def slots_in_groups(self, staged: StagedStep) -> npt.NDArray[Any]:
+        """Slots of the new tokens of a step in the pool of each KV group, [G, T], or in that of each rank."""
+        slots = staged.data.out_cache_loc.numpy()
+        if has_own_pools(self.case):
+            return slots_on_ranks(staged.schedule, staged.step, slots)
+        return self.in_groups(staged.schedule, slots)
 
     def in_groups(self, schedule: Schedule, slots: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Map ``slots`` [...] of the schedule to the slots of each KV group's pool, [G, ...]."""
@@ -291,7 +316,7 @@ class ServerHarness:
 
     def _tables_of(self, schedule: Schedule, step: Step) -> npt.NDArray[Any]:
         """Request table of each KV group, [G, rows, max_context_len]."""
-        if len(self.context.groups) == 1:
+        if len(self.context.groups) == 1 or has_own_pools(self.case):
             return self.in_groups(schedule, step.req_to_token)
         windows = [layer.sliding_window_size for layer in self.context.layers]
         crosses = [layer.is_cross_attention for layer in self.context.layers]

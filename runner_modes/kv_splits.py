@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attn_testkit.contract import AttentionLayer, ForwardBatch
+from attn_testkit.contract import AttentionLayer, ForwardBatch, KVSplit
 from attn_testkit.model import Trace
 
 from .harness import ServerHarness
@@ -55,18 +55,21 @@ class InParts:
         save_kv_cache: bool = True,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
-        outs: list[torch.Tensor] = []
-        lses: list[torch.Tensor] = []
-        for part in self._harness.context.kv_splits:
-            named: dict[str, Any] = {} if save_kv_cache and not outs else {"save_kv_cache": False}
+        """Attend to all splits [T, Hq, Dv]; the first stores the new rows, or each rank its own. Raises ``ShapeError``;
+        passes errors on."""
+        found: dict[KVSplit, tuple[torch.Tensor, torch.Tensor]] = {}
+        parts = self._harness.context.kv_splits
+        for part in parts[:: -1 if self._harness.ranks_in_reverse else 1]:
+            # Each rank with its own pool stores its own tokens.
+            stores = save_kv_cache and (part.own_pool or not found)
+            named: dict[str, Any] = {} if stores else {"save_kv_cache": False}
             if selected is not None:
                 named["selected"] = selected
             given = self._harness.backend.forward_return_lse(q, k, v, layer, batch, **named, part=part)
             out, lse = self._checked(given, layer, q.shape[0], f"layer {layer.layer_id}, {part}")
             # The next split may get the same memory.
-            outs.append(out.clone())
-            lses.append(lse.clone())
+            found[part] = out.clone(), lse.clone()
+        outs, lses = ([found[part][index] for part in parts] for index in range(2))
         self._finite.append(torch.stack([out.isfinite().flatten(1).all(-1) for out in outs], 1))
         if self._own:
             whole = self._merged_by_backend(outs, lses, layer)

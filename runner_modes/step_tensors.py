@@ -55,7 +55,7 @@ def _pool_rows(staged: StagedStep) -> list[int]:
 
 def _slots(harness: ServerHarness, staged: StagedStep) -> npt.NDArray[Any]:
     """Slots of the new tokens in the pool of each KV group, [G, T]."""
-    return harness.in_groups(staged.schedule, staged.data.out_cache_loc.numpy())
+    return harness.slots_in_groups(staged)
 
 
 def _padding(filling: Filling) -> int:

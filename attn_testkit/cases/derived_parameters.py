@@ -16,6 +16,7 @@ from functools import lru_cache
 from ..contract import ROW_FORMATS, Execution, ForwardMode
 from ..contract.kv_layouts import OWN
 from .features.data_pattern import DATA
+from .features.kv_splits import has_own_pools
 from .fields import Fields
 from .layers import TURNS
 
@@ -187,6 +188,13 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
             *(Value(f"a multiple of 4 GiB is in the {each} quarter of the pool") for each in _QUARTERS),
         ),
         address_varies,
+    ),
+    # Ranks of a server run at the same time: none may depend on what another one has left somewhere.
+    DerivedParameter(
+        "rank-order",
+        "order in which ranks with pools of their own run",
+        (Value("from rank 0 on"), Value("from the last rank on")),
+        has_own_pools,
     ),
     # The scale of such a tile is 0 if it is computed like the others, and zeros are divided by it (aiter #4195).
     DerivedParameter(

@@ -13,6 +13,7 @@ from ..cases.head_layouts import latent, latent_heads
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
 from .layer_options import takes_window, with_options, without_options
+from .ranks import rank_cases
 
 _RANKS = {"pages": 2, "tokens": 3}
 """Numbers of ranks for the cases of a kind."""
@@ -26,7 +27,10 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     split: requests that leave a split without keys, also the first split; and all other declared options with many
     keys, merged by the backend if it can. For one kind in each mode: logits far from zero, and other heads.
     """
-    kinds = declared.lse.kinds(small.mode) if declared.lse else ()
+    every = declared.lse.kinds(small.mode) if declared.lse else ()
+    if "ranks" in every:
+        yield from rank_cases(declared, small)
+    kinds = [kind for kind in every if kind != "ranks"]
     for kind in kinds:
         parts, page = f"{kind}{_RANKS.get(kind, '')}", small.page_size
         if kind == "pages":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..cases.case import Case
+from ..cases.features.kv_splits import has_own_pools
 from ..families.table import families_of
 from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
@@ -15,6 +16,7 @@ from .evaluation import Evaluation
 from .hybrid import writes_own_keys
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
 from .observation import Observation
+from .rank_writes import strays_of, writes_on_ranks
 
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
@@ -27,7 +29,7 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     Padding may write into page 0. ``page_size`` in slots. A slot held NaN before, which never equals its new value.
     """
     assert observed.inputs is not None
-    if observed.outside:
+    if observed.outside or len(strays_of(observed)):
         return False
     slots, rows = observed.written
     own = slots >= page_size
@@ -55,6 +57,8 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
     page = case.page_size
     if pool_is_right(observed, page):
         return []
+    if has_own_pools(case):
+        return writes_on_ranks(observed)
     pool_after = observed.pool_after
     got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
     differs = (got != want).flatten(3).any(-1)

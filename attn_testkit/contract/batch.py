@@ -213,7 +213,8 @@ class ForwardBatch:
     seq_lens: torch.Tensor
     """[bs] int64; its meaning depends on the mode: see ``ForwardMode``."""
     out_cache_loc: torch.Tensor
-    """[T] int64: KV slot of each new token; for padding 0, or -1 if the backend's ``padding_slots`` has it."""
+    """[T] int64: KV slot of each new token; for padding 0, or -1 if the backend's ``padding_slots`` has it. On a rank
+    -1 for a token that another rank stores; it may be stored in page 0 or nowhere."""
     positions: torch.Tensor
     """[T] int64: zero-based absolute position of each row."""
     seq_lens_cpu: torch.Tensor | None = None
@@ -248,6 +249,10 @@ class ForwardBatch:
     group_cache_locs: torch.Tensor | None = None
     """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
     ``out_cache_loc``. None if layers share one pool."""
+    dcp_local_seq_lens: torch.Tensor | None = None
+    """[bs] int32: keys of each request in the pool of this rank, those of the step included, in every mode and with
+    every convention of ``seq_lens``; 0 if all are on other ranks. None, and absent from a replay's view, if the
+    instance is not a rank (``BackendContext.dcp_rank``)."""
     mm_prefix_range: list[list[tuple[int, int]]] | None = None
     """Bidirectional spans of each of ``batch_size`` requests, on the host: first and last position of each, both
     included, counted from the request's first token. Padded requests have none. None, and absent from a replay's view,

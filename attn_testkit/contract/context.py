@@ -79,7 +79,7 @@ class BackendContext:
     """Most bidirectional spans of a request in any batch; 0 if no layer has spans."""
     kv_splits: tuple[KVSplit, ...] = ()
     """KV splits for which each layer calls ``forward_return_lse``, in this order, instead of ``forward``. Empty:
-    ``forward`` is called."""
+    ``forward`` is called. An instance that is a rank with its own pool has only the split of that rank."""
     dialect: Dialect = field(default_factory=Dialect)
     """Conventions of the server, in which servers differ."""
     kv_groups: tuple[KVGroup, ...] = ()
@@ -110,6 +110,37 @@ class BackendContext:
             if layer.layer_id in group.layer_ids:
                 return group
         raise KeyError(f"no KV group has a layer of id {layer.layer_id}")
+
+    @property
+    def dcp_rank(self) -> int:
+        """Number of the rank that this instance is, 0 .. ``dcp_world_size`` - 1; 0 if there are no ranks.
+
+        A server with decode context parallelism gives key j of a request to rank ``j // I % R``, which has it as its
+        own key number ``j // (I * R) * I + j % I`` (``KVSplit.holds``, ``key`` and ``index``; I and R are the next two
+        properties). Each rank is an instance with a KV pool and slots of its own. Its ``req_to_token[r, i]`` is the
+        slot of its i-th key of request r, in its own pool; entries after its keys are slots that hold nothing. Batches
+        differ in two fields: ``dcp_local_seq_lens``, and ``out_cache_loc``, which is -1 for a token of another rank.
+        Everything else is global and equal on all ranks: positions, ``seq_lens``, tree masks, ``max_context_len``, and
+        q, k and v of all rows with all heads, which a server gathers. The results of the ranks are merged by their
+        log-sum-exps.
+
+        vLLM: ``vllm/v1/attention/backends/utils.py`` (``get_dcp_local_seq_lens``) and ``vllm/v1/worker/block_table.py``
+        (``compute_slot_mapping``). SGLang calls the rank ``dcp_rank``, too.
+        """
+        own = [split for split in self.kv_splits if split.own_pool]
+        return own[0].rank if own else 0
+
+    @property
+    def dcp_world_size(self) -> int:
+        """R: number of ranks with pools of their own among which the keys of each request are dealt; 1 without
+        ranks."""
+        return max([1, *(split.ranks for split in self.kv_splits if split.own_pool)])
+
+    @property
+    def cp_kv_cache_interleave_size(self) -> int:
+        """I: number of consecutive tokens of a request on one rank; 1 without ranks. It may be larger or smaller than a
+        page, and need not divide it."""
+        return max([1, *(split.interleave for split in self.kv_splits if split.own_pool)])
 
     @property
     def causal(self) -> bool:

@@ -256,7 +256,10 @@ def _stored(
         return plan
     new = rows if save_kv_cache else (None, None)
     step = backend._kit_steps_of_others[group.index - 1] if group.index else backend._kit_step
-    plan = KernelPlan(step, layer, group.cache_loc(batch), most, save_kv_cache, *new)
+    slots = group.cache_loc(batch)
+    # Rows of other ranks go where padding goes: page 0.
+    own = slots.clamp(min=0) if context.dcp_world_size > 1 else slots
+    plan = KernelPlan(step, layer, own, most, save_kv_cache, *new)
     if save_kv_cache:
         backend.write_kv(*rows, plan)
     return plan

@@ -97,9 +97,9 @@ class KernelPlan:
     layer: AttentionLayer
     """Scale, window, soft cap, sinks, FP8 scales."""
     out_cache_loc: torch.Tensor
-    """[T] int64: KV slot of each row of this step; in a graph replay 0 for padding. In a cross-attention layer [E]: of
-    each encoder token that the step stores. There ``k`` and ``v`` have E rows, ``kv_lens`` counts encoder keys, and
-    ``save_kv_cache`` is False if there are none to store."""
+    """[T] int64: KV slot of each row of this step; in a graph replay 0 for padding, and on a rank 0 for tokens of other
+    ranks. In a cross-attention layer [E]: of each encoder token that the step stores. There ``k`` and ``v`` have E
+    rows, ``kv_lens`` counts encoder keys, and ``save_kv_cache`` is False if there are none to store."""
     max_kv_len: int
     """Upper bound of ``kv_lens`` that holds for every replay."""
     save_kv_cache: bool = True
@@ -220,12 +220,13 @@ class KernelPlan:
 
     @property
     def part_slots(self) -> torch.Tensor:
-        """[bs, max_kv_len] int32: KV slots of ``part_keys``. Past ``part_lens`` foreign slots."""
-        return self.slot_table.gather(1, self.part_keys)
+        """[bs, max_kv_len] int32: KV slots of ``part_keys``. Past ``part_lens`` foreign slots, or those of no key."""
+        # The request table of a rank with its own pool has only the keys of the rank.
+        return self.slot_table if self.part.own_pool else self.slot_table.gather(1, self.part_keys)
 
     @property
     def part_pages(self) -> torch.Tensor:
-        """[bs, max_pages] int32: the page table of a rank that has every R-th page."""
+        """[bs, max_pages] int32: the page table of a rank that has every R-th page, or a pool of its own."""
         return self.part_slots[:, :: self.page_size] // self.page_size
 
     @property

@@ -17,7 +17,7 @@ class KVSplit:
 
     In target-verify the draft's nodes are keys ``prefix .. prefix + N - 1``. A row may see the same keys as without
     splits: causality, tree and window follow positions, and a window may leave a split without keys.
-    ``holds``, ``lens`` and ``key`` are device work whose shapes do not depend on lengths.
+    ``holds``, ``lens``, ``key`` and ``index`` are device work whose shapes do not depend on lengths.
     """
 
     kind: Literal["whole", "prefix", "new", "rank"] = "whole"
@@ -27,9 +27,13 @@ class KVSplit:
     ranks: int = 1
     """R: number of ranks."""
     interleave: int = 1
-    """Consecutive keys on a rank: 1, or the page size."""
+    """I: consecutive keys on a rank: 1, the page size or, with its own pool, any number (vLLM's
+    ``cp_kv_cache_interleave_size``)."""
     sinks: bool = True
     """True in the one split of a batch in which attention sinks count."""
+    own_pool: bool = False
+    """True if the rank is an instance with a KV pool and a request table of its own, as with decode context parallelism
+    (``dcp_rank`` and ``dcp_world_size`` in vLLM and SGLang). False: all ranks read one pool."""
 
     def __str__(self) -> str:
         if self.kind != "rank":
@@ -71,3 +75,9 @@ class KVSplit:
         if self.kind == "rank":
             return (index // self.interleave * self.ranks + self.rank) * self.interleave + index % self.interleave
         return index
+
+    def index(self, key: torch.Tensor) -> torch.Tensor:
+        """Index, among the keys of the rank that has it, of key ``key`` of a request: on that rank the inverse of
+        ``key``. With its own pool, a rank has the key in the slot ``req_to_token[request, index]``.
+        """
+        return key // (self.ranks * self.interleave) * self.interleave + key % self.interleave

@@ -21,7 +21,7 @@ __all__ = ["LSE_BASES", "LSE_DTYPES", "LSE_LAYOUTS", "SPLIT_KINDS", "LogSumExp"]
 LSE_BASES = ("e", "2")
 LSE_LAYOUTS = ("[T, H]", "[H, T]")
 LSE_DTYPES = ("fp32", "model")
-SPLIT_KINDS = ("whole", "prefix", "pages", "tokens")
+SPLIT_KINDS = ("whole", "prefix", "pages", "tokens", "ranks")
 """Fields of ``LogSumExp``; each holds the modes in which a request's keys are split in one way."""
 
 
@@ -49,6 +49,10 @@ class LogSumExp(Declared):
     tokens: Set[ForwardMode] = frozenset()
     """Modes in which the backend can attend to the keys of one of R ranks, if a rank holds every R-th token, for any
     page size."""
+    ranks: Set[ForwardMode] = frozenset()
+    """Modes in which an instance can be one of R ranks that each have their own KV pool, request table and slots, for
+    any number of consecutive tokens on a rank (decode context parallelism). ``BackendContext.dcp_rank`` says what such
+    an instance is given."""
     merges: bool = False
     """True if the backend has a ``merge_state``."""
 
@@ -58,7 +62,7 @@ class LogSumExp(Declared):
         self._check_modes(*SPLIT_KINDS)
         if not any(getattr(self, name) for name in SPLIT_KINDS):
             raise ValueError("LogSumExp names no mode; write whole={'decode'}, for instance")
-        if ForwardMode.DRAFT_DECODE in self.prefix | self.pages | self.tokens:
+        if ForwardMode.DRAFT_DECODE in self.prefix | self.pages | self.tokens | self.ranks:
             raise ValueError("LogSumExp: draft-decode has no KV splits; declare whole={'draft-decode'}")
         self._check_flags()
 
@@ -73,6 +77,8 @@ def refused_splits(lse: LogSumExp | None, context: BackendContext) -> Iterator[R
     def takes(part: KVSplit) -> bool:
         if lse is None:
             return False
+        if part.own_pool:
+            return context.modes <= lse.ranks
         if part.kind == "rank":
             by_token = lse.tokens if part.interleave == 1 else frozenset()
             by_page = lse.pages if part.interleave == context.page_size else frozenset()

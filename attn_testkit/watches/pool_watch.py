@@ -23,9 +23,12 @@ class PoolWatch:
     def __init__(self, pool: KVPool, maps: Sequence[HeadMap] = ()) -> None:
         """Watch a pool. ``maps``: one per layer, if they differ in heads. Rows are then in the shape of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
-        self._shape, self._maps = (len(pool.layers), first.head_layout.pool_rows), maps
+        self._maps = maps
+        self.parts = len(pool.layers), first.head_layout.pool_rows
+        """L, and 2 for keys and values or 1 for latent rows."""
         inside, self._apart = pool.spec.row_width(first), pool.spec.width_apart(first)
-        self._row = maps[0].case[1:] if maps else (first.tp_k_head_num, inside + self._apart)
+        self.row = maps[0].case[1:] if maps else (first.tp_k_head_num, inside + self._apart)
+        """Heads and elements of a row: Hk, Dqk."""
         widths = pool.spec.part_widths(first)
         self._narrow = widths[-1] if len(set(widths)) > 1 else 0
         """Width of a value, if keys are wider; rows are then as wide as keys, with zeros after values."""
@@ -105,25 +108,34 @@ class PoolWatch:
         ``found``: results of ``look`` for ``due``, on the host. Further slots that changed are copied now.
         """
         changed, rows, *_ = found
-        differs: npt.NDArray[np.bool_] = changed.view(f"u{self._now.mark}") != 0
+        differs = self.changed(changed)
         as_due, count = differs[due], int(differs.sum())
-        shape = (*self._shape, count, *self._row)
+        shape = (*self.parts, count, *self.row)
         if as_due.sum() < count:
             slots = np.flatnonzero(differs)
-            every = self._now.take(upload(torch.from_numpy(slots), self._device)).cpu()
-            return slots, self.whole(every.numpy(), count), shape
-        held = self.whole(rows, len(due)).reshape(math.prod(self._shape), len(due), -1)
+            return slots, self.rows_of(slots), shape
+        held = self.whole(rows, len(due)).reshape(math.prod(self.parts), len(due), -1)
         return due[as_due], (held if count == len(due) else held[:, as_due]).reshape(-1), shape
+
+    def changed(self, marks: Bytes) -> npt.NDArray[np.bool_]:
+        """True for each slot that changed. ``marks``: the first result of ``look``, on the host."""
+        differs: npt.NDArray[np.bool_] = marks.view(f"u{self._now.mark}") != 0
+        return differs
+
+    def rows_of(self, slots: npt.NDArray[np.int64]) -> Bytes:
+        """Copy the present contents of slots [n] to the host: the bytes of [L, 2 or 1, n, Hk, Dqk]."""
+        raw: Bytes = self._now.take(upload(torch.from_numpy(slots), self._device)).cpu().numpy()
+        return self.whole(raw, len(slots))
 
     def _parts(self, whole: Bytes, count: int) -> Bytes:
         """Convert rows of ``count`` slots from the case's shape to the layers' shapes, view by view of memory."""
         if self._apart and count:
-            raw = whole.reshape(math.prod(self._shape), -1, self._row[1])
+            raw = whole.reshape(math.prod(self.parts), -1, self.row[1])
             pair = raw[..., : -self._apart], raw[..., -self._apart :]
             return np.concatenate([part[index].reshape(-1) for index in range(len(raw)) for part in pair])
         if not (self._maps or self._narrow) or not count:
             return whole
-        rows = torch.from_numpy(whole).view(self.bits).view(*self._shape, count, *self._row)
+        rows = torch.from_numpy(whole).view(self.bits).view(*self.parts, count, *self.row)
         if self._narrow:
             parts = [
                 part for layer in rows for part in (layer[0].reshape(-1), layer[1, ..., : self._narrow].reshape(-1))
@@ -135,15 +147,15 @@ class PoolWatch:
     def whole(self, parts: Bytes, count: int) -> Bytes:
         """Convert rows of ``count`` slots from the layers' shapes to the bytes of [L, 2 or 1, count, Hk, Dqk]."""
         if self._apart and count:
-            raw, width = parts.reshape(math.prod(self._shape), -1), self._row[1] - self._apart
-            inside = raw.shape[1] // self._row[1] * width
+            raw, width = parts.reshape(math.prod(self.parts), -1), self.row[1] - self._apart
+            inside = raw.shape[1] // self.row[1] * width
             pair = raw[:, :inside].reshape(len(raw), -1, width), raw[:, inside:].reshape(len(raw), -1, self._apart)
             return np.concatenate(pair, -1).reshape(-1)
         if self._narrow and count:
             return self._widened(parts, count)
         if not self._maps or not count:
             return parts
-        layers, pairs = [], self._shape[1]
+        layers, pairs = [], self.parts[1]
         sizes = [pairs * count * each.layer.num_kv_heads * each.layer.head_dim for each in self._maps]
         # A copy, because the bytes may not be aligned.
         rows = torch.split(torch.from_numpy(parts.copy()).view(self.bits), sizes)
@@ -153,11 +165,11 @@ class PoolWatch:
 
     def _widened(self, parts: Bytes, count: int) -> Bytes:
         """Rows of ``count`` slots, each layer's K before its V, as [L, 2, count, Hk, Dqk], with zeros after values."""
-        heads, width = self._row
-        rows = torch.from_numpy(parts.copy()).view(self.bits).view(self._shape[0], -1)
+        heads, width = self.row
+        rows = torch.from_numpy(parts.copy()).view(self.bits).view(self.parts[0], -1)
         keys, values = torch.split(rows, [count * heads * width, count * heads * self._narrow], 1)
         values = torch.nn.functional.pad(values.reshape(-1, self._narrow), (0, width - self._narrow))
-        both = torch.stack([keys.reshape(self._shape[0], -1), values.view(self._shape[0], -1)], 1)
+        both = torch.stack([keys.reshape(self.parts[0], -1), values.view(self.parts[0], -1)], 1)
         return both.view(-1).view(torch.uint8).numpy()
 
     def outside(self, found: Sequence[Bytes]) -> npt.NDArray[np.int64]:

@@ -19,6 +19,7 @@ BACKENDS = (
     "torch_native",
     "torch_native_formats",
     "torch_native_hybrid",
+    "torch_native_ranks",
     "torch_native_sparse",
     "torch_native_state",
     "triton",

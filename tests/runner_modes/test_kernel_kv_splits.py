@@ -68,6 +68,23 @@ def test_tables_of_parts_are_right_eager_and_in_graphs(mode: ForwardMode) -> Non
     assert check_backend(ByPart, cases=list(by_kind.values()), device="cpu")
 
 
+class ByRank(ByPart):
+    """Healthy: one of several ranks with pools of their own; whole pages are read by the page table of the rank."""
+
+    capabilities = ByPart.capabilities.with_changes(lse=LogSumExp("2", layout="[H, T]", ranks=MODES))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "decode-gqa2x2-d64-bf16-p4-k7.0.4.8.1.12-reversed-gauss-ranks2by4-b7prod",
+        "target-verify-gqa2x2-d64-bf16-p4-k2.0.1.12-chain2-shuffled-gauss-sink-ranks3by1-b4prod",
+    ],
+)
+def test_tables_of_ranks_are_right_eager_and_in_graphs(case: str) -> None:
+    assert check_backend(ByRank, cases=[case], device="cpu")
+
+
 class Forgotten(MinimalBackend):
     capabilities = ByPart.capabilities
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from ...cases.features.kv_splits import has_own_pools
 from ...cases.features.server.table import variant_of
 from ...contract import BackendContext
 from ...steps.data import StepData, new_kv, pool_image, stored_kv
 from ...steps.schedule import Schedule, Step
 from ...watches.group_watch import GroupWatch
 from ...watches.pool_watch import PoolWatch
+from ...watches.rank_watch import RankWatch
 from ...watches.spread_watch import SpreadWatch
-from ..family import Memory, Stored, Watch
+from ..family import Memory, Noted, Stored, Watch
 
 
 def _watch(context: BackendContext, schedule: Schedule) -> Watch:
@@ -22,6 +26,8 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     case = schedule.case
     if variant_of(case).pool_elements:
         return SpreadWatch(context.kv_pool, schedule)
+    if has_own_pools(case):
+        return RankWatch(context.kv_groups)
     if context.kv_groups:
         return GroupWatch(context.kv_groups, context.device, case.head_maps)
     return PoolWatch(context.kv_pool, case.head_maps)
@@ -45,4 +51,15 @@ def _stored(data: StepData) -> Stored:
     return Stored(*new_kv(data))
 
 
-KV_POOL = Memory(watch=_watch, held=_held, image=pool_image, stored=_stored, due=_due)
+def _strays(watch: Watch, found: Sequence[npt.NDArray[np.uint8]]) -> Mapping[str, Noted]:
+    """Writes to slots of a rank that belong to none of its keys."""
+    if not isinstance(watch, RankWatch):
+        return {}
+    at, rows, shape = watch.strays()
+    return {
+        "strays": (torch.int64, at.shape, at.reshape(-1).view(np.uint8)),
+        "rows of strays": (watch.bits, shape, rows),
+    }
+
+
+KV_POOL = Memory(watch=_watch, held=_held, image=pool_image, stored=_stored, due=_due, noted=_strays)

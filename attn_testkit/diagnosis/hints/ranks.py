@@ -1,0 +1,41 @@
+"""A rank of decode context parallelism reads the wrong keys of its own pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ...cases.features.kv_splits import has_own_pools
+from ...checks.rank_reads import RankReads, misread_by_rank
+from .evidence import Evidence
+from .hint import Level, hint
+
+
+def _of_ranks(e: Evidence) -> bool:
+    return has_own_pools(e.schedule.case)
+
+
+@hint(Level.CAUSE, when=_of_ranks)
+def misread_rank(e: Evidence) -> str:
+    """The log-sum-exps of a rank are those of other keys than its own."""
+    want, limit = e.expected.lse, e.expected.lse_limit
+    held = list(e.observed.copies.group("lse").values())
+    if want is None or limit is None or len(held) != len(want):
+        return ""
+    return next(filter(None, _misread(e, torch.stack(held).double(), want, limit)), "")
+
+
+def _misread(e: Evidence, held: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> Iterator[str]:
+    """Texts for wrong log-sum-exps [L, T, R, Hq], in both bases, empty if no mistake explains them."""
+    wrong = ~((held - want).abs() <= limit) & (held != want)
+    case, data = e.schedule.case, e.expected.data
+    for layer, rank in wrong.movedim(2, 1).flatten(2).any(-1).nonzero().tolist()[:_MOST_TRIED]:
+        at = layer, slice(None), rank
+        for factor in (1.0, math.log(2)):
+            yield misread_by_rank(RankReads(case, data, layer, rank, held[at] * factor, want[at], limit[at]))
+
+
+_MOST_TRIED = 8
+"""Number of wrong ranks of layers for which mistakes are tried: each needs several runs of the oracle."""

@@ -1,0 +1,49 @@
+"""Healthy controls of decode context parallelism, in the forms of real servers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from attn_testkit.contract import ForwardBatch
+
+from .catalogue import control
+from .with_kv_splits import MODES
+from .with_ranks import NATURAL_ON_RANKS, RankBackend, RankWithoutPositions
+
+_FEW = frozenset({"decode", "target-verify"})
+
+
+@control()
+class RankOfLocalIndices(RankBackend):
+    """Keys are counted with the local indices of a rank (the parent of most faults of ranks)."""
+
+
+@control()
+class RankOfAKernelForDecode(RankWithoutPositions):
+    """A kernel for decode gets only the local lengths and no positions, as in vLLM's DCP."""
+
+
+@control()
+class RankComputesItsSlots(RankBackend):
+    """Slots of new rows are computed from positions, as in vLLM's ``compute_slot_mapping``; rows of others go to slot
+    0."""
+
+    capabilities = RankBackend.capabilities.with_changes(eager=_FEW, graph=_FEW)
+
+    def own_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        return torch.where(batch.out_cache_loc <= 0, 0, self.table_slots(batch))
+
+
+@control("ranks-in-base-2-heads-first")
+class RanksInBase2HeadsFirst(RankBackend):
+    """Log-sum-exp of ranks in base 2, heads before rows, merged by the backend."""
+
+    capabilities = RankBackend.capabilities.with_changes(
+        eager=_FEW, graph=_FEW, lse=replace(NATURAL_ON_RANKS, base="2", layout="[H, T]", ranks=MODES)
+    )
+
+    def returned(self, lse: torch.Tensor) -> torch.Tensor:
+        return (lse / math.log(2)).t()

@@ -1,0 +1,26 @@
+"""Random cases of a backend that can be a rank: none has what ranks exclude, and some have ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.features.kv_splits import has_own_pools
+from attn_testkit.contract import ForwardMode
+from attn_testkit.fuzz.strategies import random_cases
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_random_cases_of_ranks_can_be_read_again(mode: ForwardMode) -> None:
+    seen: list[bool] = []
+
+    @settings(max_examples=60, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(random_cases(TorchNativeRanksBackend.capabilities, mode))
+    def read(case: Case) -> None:
+        assert parse_case(case.id) == case
+        seen.append(has_own_pools(case))
+
+    read()
+    assert any(seen)
