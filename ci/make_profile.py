@@ -5,9 +5,9 @@
     python ci/make_profile.py admit 2026.12 decode.json ...         # removes cases with an alarm, or that nobody ran
     python ci/make_profile.py release 2026.12                       # from then on no file of it may change
 
-A case may enter a profile if known-good backends ran it without an alarm. ``choose`` takes cases of core of the
-registered backends, cheap ones, so that each backend meets as many as possible of the values that it declares. A
-released profile is never written.
+A case may enter a profile if known-good backends ran it without an alarm. ``choose`` takes cheap cases of core, so that
+each registered backend, and each of ``NARROW``, meets as many as possible of the values that it declares. A released
+profile is never written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.declared import not_declared
+from attn_testkit.cases.features.kv_splits import has_own_pools
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import Capabilities, Execution, ForwardMode
+from attn_testkit.contract import Bounds, Capabilities, Execution, ForwardMode, HeadShapes, KVPools, Precision
 from attn_testkit.families.table import meaningful, meaningless
 from attn_testkit.profiles import DRAFT, FOLDER, RELEASED, profile_names, read_profile, written
 from attn_testkit.registry import load_backend, registered_backends
@@ -31,6 +32,45 @@ from attn_testkit.steps.digest import digests_of
 
 DRAFTS = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DRAFT_DECODE)
 ALL = tuple(ForwardMode)
+
+
+def _narrow(page_size: int, **heads: frozenset[int] | frozenset[str]) -> Capabilities:
+    return Capabilities(
+        eager=ALL,
+        graph=ALL,
+        heads=HeadShapes(**heads),
+        precision=Precision(dtypes={"bf16"}),
+        kv_pool=KVPools(page_sizes={page_size}),
+        bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
+    )
+
+
+NARROW: Mapping[str, Capabilities] = {
+    **{
+        f"heads of 128, pages of {size}": _narrow(
+            size, families=frozenset({"gqa"}), gqa_ratios=frozenset({4, 8}), head_dims=frozenset({128})
+        )
+        for size in (1, 16, 64)
+    },
+    "one head of 128 each, pages of 16": _narrow(16, families=frozenset({"mha"}), head_dims=frozenset({128})),
+    "groups of 8 and heads of 64, pages of 16": _narrow(
+        16, families=frozenset({"gqa"}), gqa_ratios=frozenset({8}), head_dims=frozenset({64})
+    ),
+    **{
+        f"MLA, pages of {size}": _narrow(
+            size,
+            families=frozenset({"mla"}),
+            gqa_ratios=frozenset({16, 128}),
+            head_dims=frozenset({512}),
+            mla_rope_dims=frozenset({64}),
+        )
+        for size in (1, 64)
+    },
+}
+"""Backends as authors outside of this repository write them first: a shape or two, one page size, no option. The page
+sizes are the defaults of SGLang, of vLLM, and of kernels for MLA. A profile in which they run hardly anything would
+not test them.
+"""
 PROFILES: Mapping[str, tuple[str, tuple[ForwardMode, ...]]] = {
     "decode": ("softmax", (ForwardMode.DECODE,)),
     "verify": ("softmax", (ForwardMode.TARGET_VERIFY,)),
@@ -38,9 +78,10 @@ PROFILES: Mapping[str, tuple[str, tuple[ForwardMode, ...]]] = {
     "extend": ("softmax", (ForwardMode.EXTEND,)),
     "sparse": ("sparse", ALL),
     "state": ("recurrent", ALL),
+    "ranks": ("ranks", ALL),
 }
-"""Name -> family and modes of its cases."""
-MOST_CASES = 48
+"""Name -> kind and modes of its cases."""
+MOST_CASES = 64
 MOST_TOKENS, MOST_REQUESTS = 1_500, 48
 """Most keys of a case, all requests together, and most requests: a case has to be cheap on a CPU, too."""
 COSTLY = frozenset({"far", "bigpool", "wide_scores"})
@@ -50,7 +91,9 @@ _ONLY_HERE = ("prefixes", "new", "seed")
 
 
 def kind_of(case: Case) -> str:
-    """The family of a case's profile. A hybrid model counts as one that keeps a state."""
+    """The kind of a case's profile: its family, or ``ranks``. A hybrid model counts as one that keeps a state."""
+    if has_own_pools(case):
+        return "ranks"
     return next(name for name in ("recurrent", "sparse", "softmax") if name in case.families)
 
 
@@ -68,22 +111,24 @@ def runs(declared: Capabilities, case: Case) -> bool:
     return offered and not not_declared(declared, case) and not meaningless(case)
 
 
-def chosen(backends: Mapping[str, Capabilities], family: str, modes: Sequence[ForwardMode]) -> list[str]:
+def chosen(backends: Mapping[str, Capabilities], kind: str, modes: Sequence[ForwardMode]) -> list[str]:
     """Cases in which each backend meets as many of its values as possible."""
     candidates: dict[str, Case] = {}
     for declared in backends.values():
         for mode in modes:
             if any(declared.offers(mode, execution) for execution in Execution):
                 found = map(meaningful, generate(declared, mode, "core"))
-                candidates |= {case.id: case for case in found if kind_of(case) == family and _cheap(case)}
+                candidates |= {case.id: case for case in found if kind_of(case) == kind and _cheap(case)}
     tries = {
         case_id: {(name, value) for name, of in backends.items() if runs(of, case) for value in values_of(case)}
         for case_id, case in candidates.items()
     }
     due = set().union(*tries.values())
+    # Each backend counts as much as another one, also if it declares little: its profile is to test it, too.
+    values = Counter(name for name, _ in due)
     taken: list[str] = []
     while due and len(taken) < MOST_CASES:
-        best = max(sorted(tries), key=lambda case_id: len(tries[case_id] & due))
+        best = max(sorted(tries), key=lambda case_id: sum(1 / values[name] for name, _ in tries[case_id] & due))
         due -= tries.pop(best)
         taken.append(best)
     print(f"  {len(taken)} of {len(candidates)} cases; {len(due)} values of backends have none", file=sys.stderr)
@@ -97,11 +142,11 @@ def _cheap(case: Case) -> bool:
 
 def choose(release: str) -> None:
     """Write drafts of all profiles of a release."""
-    backends = {each.name: load_backend(each.name).capabilities for each in registered_backends()}
+    backends = {each.name: load_backend(each.name).capabilities for each in registered_backends()} | {**NARROW}
     (FOLDER / release).mkdir(exist_ok=True)
-    for name, (family, modes) in PROFILES.items():
+    for name, (kind, modes) in PROFILES.items():
         print(f"{release}/{name}", file=sys.stderr)
-        ids = chosen(backends, family, modes)
+        ids = chosen(backends, kind, modes)
         write(f"{release}/{name}", {case: digests_of(parse_case(case)) for case in ids})
 
 

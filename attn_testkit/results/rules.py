@@ -559,6 +559,30 @@ RULES: tuple[Rule, ...] = (
         declared=("lse",),
     ),
     Rule(
+        "AB-SPLIT-002",
+        "MAY",
+        "A rank of context parallelism stores a token in its slot of the rank's own pool, and stores no token of "
+        "another rank.",
+        ("writes-own-kv",),
+        ("KV splits",),
+        ("vLLM #54541", "sglang #36886"),
+        "The server gives each rank a pool and a request table of its own, and the slot -1 for a token of another "
+        "rank.",
+        families=("softmax",),
+        declared=("lse",),
+    ),
+    Rule(
+        "AB-SPLIT-003",
+        "MAY",
+        "The keys to which all ranks of context parallelism attend are those of the request, each once.",
+        ("keys-counted-once",),
+        ("KV splits",),
+        ("vLLM #28990", "vLLM #30309"),
+        "The server gathers queries over heads, and merges the results of the ranks by their log-sum-exps.",
+        families=("softmax",),
+        declared=("lse",),
+    ),
+    Rule(
         "AB-SPARSE-001",
         "MUST",
         "The index pool holds key and scale of each token of the step, and no other byte changes.",
