@@ -129,10 +129,6 @@ class DraftInContext(Rank):
     def context_of(self, first, local):
         return local if self.mode in DRAFT_EXTENDS else first
 
-    def init_forward_metadata(self, batch):
-        self.mode = batch.forward_mode
-        super().init_forward_metadata(batch)
-
 
 # aiter #3542: log-sum-exps of splits are packed into the bf16 buffer of partial outputs.
 class SplitLseInHalf(LatentRank):

@@ -16,7 +16,10 @@ from attn_testkit.contract import AttentionBackend, KVSplit, LogSumExp
 
 MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2")
 DRAFT_EXTENDS = ("draft-extend", "draft-extend-v2")
-OF_RANKS = LogSumExp(base="e", ranks=set(MODES))
+OF_RANKS = {
+    "lse": LogSumExp(base="e", ranks=set(MODES)),
+    "bounds": {"max_q_rows": 8, "max_topk": 1, "max_context_len": 1 << 13},
+}
 LATENT = {
     "heads": {"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}, "gqa_ratios": {8, 16}},
     "kv_pool": {"page_sizes": {1, 16, 64}},
@@ -56,7 +59,7 @@ class Rank(AttentionBackend):
     """One rank, or the only one."""
 
     CHUNK = 64
-    capabilities = declared(*MODES, lse=OF_RANKS)
+    capabilities = declared(*MODES, **OF_RANKS)
     buffers = None
 
     def __init__(self, context):
@@ -79,8 +82,9 @@ class Rank(AttentionBackend):
         return 0
 
     def init_forward_metadata(self, batch):
+        self.mode = batch.forward_mode
         if batch.batch_size:
-            self.mode, self.plan = batch.forward_mode, self.plan_of(batch)
+            self.plan = self.plan_of(batch)
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         self.mode = batch.forward_mode
@@ -230,13 +234,13 @@ class Rank(AttentionBackend):
 class LatentRank(Rank):
     """A rank of MLA."""
 
-    capabilities = declared(*MODES, lse=OF_RANKS).with_changes(**LATENT)
+    capabilities = declared(*MODES, **OF_RANKS).with_changes(**LATENT)
 
 
 class GivenRank(Rank):
     """New rows are attended as they were given, and not as they are stored."""
 
-    capabilities = declared(*MODES, lse=OF_RANKS, kv_pool={"kv_layouts": {"nhd", "hnd"}})
+    capabilities = declared(*MODES, **OF_RANKS, kv_pool={"kv_layouts": {"nhd", "hnd"}})
 
     def new_part(self, q, given, layer, rows):
         if given is None:
