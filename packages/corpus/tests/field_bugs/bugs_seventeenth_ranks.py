@@ -1,4 +1,7 @@
-"""Ranks of context parallelism with pools of their own; bugs of the seventeenth set."""
+"""Ranks of context parallelism with pools of their own; bugs of the seventeenth set.
+
+An instance that is no rank is right in all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,21 @@ from attn_testkit_corpus.faults.catalogue import helper
 class ContextLensOfCapture(Rank):
     """A replay of a decode attends as much context as its capture had; the other metadata are the replay's."""
 
+    capturing = False
+
     def __init__(self, context):
         super().__init__(context)
-        self.of_steps = []
+        self.of_captures = []
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        self.capturing = in_capture
+        super().init_forward_metadata_out_graph(batch, in_capture)
 
     def kept(self, name, value):
-        if name != "context" or self.mode != "decode":
+        if name != "context" or self.mode != "decode" or not self.is_rank:
             return super().kept(name, value)
-        self.of_steps.append(value)
+        if self.capturing:
+            self.of_captures.append(value)
         return value
 
 
@@ -36,7 +46,7 @@ class MaskOfNoContext(Rank):
 
     def mask_of(self, plan):
         # The capture's requests have the fill value of lengths, 0.
-        return None if self.capturing else super().mask_of(plan)
+        return None if self.capturing and self.is_rank else super().mask_of(plan)
 
 
 # vllm #47181: local(G - k) is not local(G) - k.
@@ -44,13 +54,15 @@ class BoundFromLastLocal(Rank):
     """Row j of a verify sees all keys of the rank but the last N - 1 - j."""
 
     def bounds(self, rows, plan):
-        if self.mode != "target-verify":
+        if self.mode != "target-verify" or not self.is_rank:
             return super().bounds(rows, plan)
         return (plan.local[rows.request] - (self.context.num_draft_tokens - 1 - rows.place)).clamp(min=0)
 
     def sees_context(self, index, rows):
         seen = super().sees_context(index, rows)
-        return seen & (index < self.bounds(rows, self.plan)[:, None]) if self.mode == "target-verify" else seen
+        if self.mode != "target-verify" or not self.is_rank:
+            return seen
+        return seen & (index < self.bounds(rows, self.plan)[:, None])
 
 
 # vllm #38416: kernels initialize the log-sum-exp with 0.
@@ -88,7 +100,7 @@ class ReplicatedSlots(Rank):
     """A decode stores each token in the slot that the table has at its global position, on every rank."""
 
     def slots(self, batch, rows):
-        if self.mode != "decode":
+        if self.mode != "decode" or not self.is_rank:
             return super().slots(batch, rows)
         return self.plan.table[rows.request, rows.position.clamp(max=self.columns - 1)]
 
@@ -99,7 +111,7 @@ class ChunksOfWholeContext(LatentRank):
     gathered chunk on: the keys of other requests follow."""
 
     def context_part(self, q, layer, rows, chunk):
-        if self.mode != "extend":
+        if self.mode != "extend" or not self.is_rank:
             return super().context_part(q, layer, rows, chunk)
         bs, size = len(self.plan.local), self.CHUNK
         place = torch.arange(self.columns, device=q.device)
@@ -127,7 +139,7 @@ class DraftInContext(Rank):
     own part of them once more."""
 
     def context_of(self, first, local):
-        return local if self.mode in DRAFT_EXTENDS else first
+        return local if self.mode in DRAFT_EXTENDS and self.is_rank else first
 
 
 # aiter #3542: log-sum-exps of splits are packed into the bf16 buffer of partial outputs.
@@ -135,7 +147,7 @@ class SplitLseInHalf(LatentRank):
     """In a decode the log-sum-exp of each KV split of the rank is rounded to bf16 before the merge."""
 
     def partial(self, out, lse):
-        return (out, lse.bfloat16().float()) if self.mode == "decode" else (out, lse)
+        return (out, lse.bfloat16().float()) if self.mode == "decode" and self.is_rank else (out, lse)
 
 
 # vllm #38895: the wrapper of new tokens is made for the layout of the pool.
@@ -143,6 +155,7 @@ class NewRowsInPoolLayout(GivenRank):
     """An extend over a pool with heads first takes given rows [T, Hk, D] as heads first as well, and refuses them."""
 
     def as_given(self, side, layer):
-        if self.mode == "extend" and self.context.kv_pool.layout == "hnd" and len(side) != layer.tp_k_head_num:
+        heads_first = self.is_rank and self.context.kv_pool.layout == "hnd"
+        if heads_first and self.mode == "extend" and len(side) != layer.tp_k_head_num:
             raise ValueError(f"k has {len(side)} heads in layout HND, expected {layer.tp_k_head_num}")
         return super().as_given(side, layer)

@@ -66,6 +66,7 @@ class Rank(AttentionBackend):
         super().__init__(context)
         alone = KVSplit("rank", rank=0, ranks=1, interleave=1)
         self.own = next((each for each in context.kv_splits if each.own_pool), alone)
+        self.is_rank = self.own.ranks > 1
         self.columns = context.req_to_token.shape[1]
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
@@ -114,7 +115,7 @@ class Rank(AttentionBackend):
         if batch.forward_mode == "target-verify" and self.context.dialect.verify_lens == "prefix":
             lens = lens + counts
         prefix = (lens - counts).clamp(min=0)
-        local = lens if self.own.ranks == 1 else batch.dcp_local_seq_lens[:bs].long()
+        local = batch.dcp_local_seq_lens[:bs].long() if self.is_rank else lens
         first = self.own.lens(prefix, prefix)
         table = self.context.req_to_token[batch.req_pool_indices[:bs].long()].long()
         starts = pad(counts.cumsum(0), (1, 0))
