@@ -8,10 +8,16 @@ from __future__ import annotations
 import torch
 from seventeenth_parents import DRAFT_EXTENDS, GivenRank, LatentRank, Rank
 
-from attn_testkit_corpus.faults.catalogue import helper
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
 # vllm #36070: dcp_context_kv_lens is computed in each step, and its address is baked into the graph.
+@bug(
+    "vllm #36070",
+    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-rising_logits-ranks3by2-b8small",
+    "log-sum-exp",
+    execution="graph",
+)
 class ContextLensOfCapture(Rank):
     """A replay of a decode attends as much context as its capture had; the other metadata are the replay's."""
 
@@ -34,6 +40,12 @@ class ContextLensOfCapture(Rank):
 
 
 # vllm-ascend #11072: the mask is made if num_decode_reqs > 0, and warm-up requests have no computed tokens.
+@bug(
+    "vllm-ascend #11072",
+    "target-verify-gqa2x2-d64-bf16-p16-k0.1.16-chain4-reversed-peaked-ranks3by2-b4nan",
+    "log-sum-exp",
+    execution="graph",
+)
 class MaskOfNoContext(Rank):
     """A verify graph has no mask: no request of its capture has context, and then none is made."""
 
@@ -50,6 +62,11 @@ class MaskOfNoContext(Rank):
 
 
 # vllm #47181: local(G - k) is not local(G) - k.
+@bug(
+    "vllm #47181",
+    "target-verify-gqa2x2-d64-bf16-p16-k0.1.16-chain4-reversed-peaked-ranks3by2-b4nan",
+    "log-sum-exp",
+)
 class BoundFromLastLocal(Rank):
     """Row j of a verify sees all keys of the rank but the last N - 1 - j."""
 
@@ -66,6 +83,12 @@ class BoundFromLastLocal(Rank):
 
 
 # vllm #38416: kernels initialize the log-sum-exp with 0.
+@bug(
+    "vllm #38416",
+    "decode-mla16-d512r64-bf16-p1-k32.128.64.16.63-reversed-gauss-ranks3by2-b6nan",
+    "log-sum-exp",
+    execution="graph",
+)
 class ZeroLseOfEmpty(LatentRank):
     """In a decode the log-sum-exp of a rank without keys of the request is 0, and its output zeros."""
 
@@ -78,6 +101,11 @@ class ZeroLseOfEmpty(LatentRank):
 
 
 # aiter #4342: `if (slot_idx < 0) return;` skips the query as well.
+@bug(
+    "aiter #4342",
+    "decode-mla16-d512r64-bf16-p1-k32.128.64.16.63-reversed-gauss-ranks3by2-b6nan",
+    "log-sum-exp",
+)
 class QueryOnlyWithSlot(LatentRank):
     """In a decode the query of a token that another rank stores is what the buffer holds."""
 
@@ -96,6 +124,11 @@ class QueryOnlyWithSlot(LatentRank):
 
 
 # vllm-ascend #14534: the fused prolog of a decode writes with the slot mapping of the replicated cache.
+@bug(
+    "vllm-ascend #14534",
+    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-rising_logits-ranks3by2-b8small",
+    "writes-own-kv",
+)
 class ReplicatedSlots(Rank):
     """A decode stores each token in the slot that the table has at its global position, on every rank."""
 
@@ -106,6 +139,13 @@ class ReplicatedSlots(Rank):
 
 
 # vllm #28526: reorg_kvcache takes local_context_len keys of a request from each chunk.
+@bug(
+    "vllm #28526",
+    "extend-mla16-d512r64-bf16-p1-k150.70-n2a2.1-contiguous-mean-ranks2by1-b3prod",
+    "log-sum-exp",
+    of_a_tier="extend-mla16-d512r64-bf16-p64-k600.70.12-n45a3.131.1-chunks3-reversed-mean-layers2from5-ranks3by2-"
+    "b3prod-overlap_scheduling",
+)
 class ChunksOfWholeContext(LatentRank):
     """In an extend each chunk gives a request as many keys as its whole context on the rank, from its own place in the
     gathered chunk on: the keys of other requests follow."""
@@ -114,7 +154,7 @@ class ChunksOfWholeContext(LatentRank):
         if self.mode != "extend" or not self.is_rank:
             return super().context_part(q, layer, rows, chunk)
         bs, size = len(self.plan.local), self.CHUNK
-        place = torch.arange(self.columns, device=q.device)
+        place = torch.arange(min(self.columns, bs * size), device=q.device)
         gathered = rows.request[:, None] * size + place
         seen = (place < self.plan.context[rows.request][:, None]) & (gathered < bs * size) & self.is_live(chunk)
         gathered = gathered.clamp(max=bs * size - 1)
@@ -134,6 +174,11 @@ class ChunksOfWholeContext(LatentRank):
 
 
 # vllm-ascend #15600: num_computed_tokens_of_dcp has the full length of the draft's keys.
+@bug(
+    "vllm-ascend #15600",
+    "draft-extend-gqa2x2-d64-bf16-p16-k600.70.12-n4a1x3-contiguous-shifted-ranks3by2-b6stale",
+    "log-sum-exp",
+)
 class DraftInContext(Rank):
     """In a draft-extend the context of the rank has the draft's rows too; each row sees them without a mask, and its
     own part of them once more."""
@@ -143,6 +188,11 @@ class DraftInContext(Rank):
 
 
 # aiter #3542: log-sum-exps of splits are packed into the bf16 buffer of partial outputs.
+@bug(
+    "aiter #3542",
+    "decode-mla16-d512r64-bf16-p1-k32.128.64.16.63-reversed-gauss-ranks3by2-b6nan",
+    "log-sum-exp",
+)
 class SplitLseInHalf(LatentRank):
     """In a decode the log-sum-exp of each KV split of the rank is rounded to bf16 before the merge."""
 
@@ -151,6 +201,12 @@ class SplitLseInHalf(LatentRank):
 
 
 # vllm #38895: the wrapper of new tokens is made for the layout of the pool.
+@bug(
+    "vllm #38895",
+    "extend-gqa2x2-d64-bf16-p16-k7x2-n66a130.1-chunks3-shuffled-peaked-kvhnd-layers1from5-ranks3by2-b2prod-"
+    "overlap_scheduling",
+    "completes",
+)
 class NewRowsInPoolLayout(GivenRank):
     """An extend over a pool with heads first takes given rows [T, Hk, D] as heads first as well, and refuses them."""
 
