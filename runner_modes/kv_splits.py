@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str
     ``outs``: [T, Hq, Dv] each; ``lses``: [T, Hq] each, in ``base``. A weight of 0 is multiplied like any other, so NaN
     of an empty split reaches the result. Rows without a key in any split are zeros.
     """
-    lse = torch.stack(list(lses)).float() * (math.log(2) if base == "2" else 1.0)
+    # The bits of a row must not depend on other rows. On a CPU ``exp`` of a tensor's last elements is another function
+    # than ``exp`` of whole vectors, and the order of a sum depends on the size. Rounding float64 hides the difference.
+    lse = torch.stack(list(lses)).double() * (math.log(2) if base == "2" else 1.0)
     top = lse.amax(0)
-    weight = torch.exp(lse - torch.where(top == -torch.inf, 0.0, top))
-    total = weight.sum(0)
-    sums = (weight[..., None] * torch.stack(list(outs)).float()).sum(0)
+    weights = torch.exp(lse - torch.where(top == -torch.inf, 0.0, top)).float().unbind()
+    total = reduce(torch.add, weights)
+    sums = reduce(torch.add, (weight[..., None] * out.float() for weight, out in zip(weights, outs, strict=True)))
     return (sums / torch.where(total == 0, 1.0, total)[..., None]).to(outs[0].dtype)
 
 
