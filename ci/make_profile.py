@@ -34,38 +34,26 @@ DRAFTS = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DRA
 ALL = tuple(ForwardMode)
 
 
-def _narrow(page_size: int, **heads: frozenset[int] | frozenset[str]) -> Capabilities:
+def _narrow(page_size: int, heads: HeadShapes) -> Capabilities:
     return Capabilities(
         eager=ALL,
         graph=ALL,
-        heads=HeadShapes(**heads),
+        heads=heads,
         precision=Precision(dtypes={"bf16"}),
         kv_pool=KVPools(page_sizes={page_size}),
         bounds=Bounds(max_q_rows=8, max_topk=1, max_draft_branches=4),
     )
 
 
+_GQA = HeadShapes(families={"gqa"}, gqa_ratios={4, 8}, head_dims={128})
+_MLA = HeadShapes(families={"mla"}, gqa_ratios={16, 128}, head_dims={512}, mla_rope_dims={64})
 NARROW: Mapping[str, Capabilities] = {
-    **{
-        f"heads of 128, pages of {size}": _narrow(
-            size, families=frozenset({"gqa"}), gqa_ratios=frozenset({4, 8}), head_dims=frozenset({128})
-        )
-        for size in (1, 16, 64)
-    },
-    "one head of 128 each, pages of 16": _narrow(16, families=frozenset({"mha"}), head_dims=frozenset({128})),
+    **{f"heads of 128, pages of {size}": _narrow(size, _GQA) for size in (1, 16, 64)},
+    "one head of 128 each, pages of 16": _narrow(16, HeadShapes(families={"mha"}, head_dims={128})),
     "groups of 8 and heads of 64, pages of 16": _narrow(
-        16, families=frozenset({"gqa"}), gqa_ratios=frozenset({8}), head_dims=frozenset({64})
+        16, HeadShapes(families={"gqa"}, gqa_ratios={8}, head_dims={64})
     ),
-    **{
-        f"MLA, pages of {size}": _narrow(
-            size,
-            families=frozenset({"mla"}),
-            gqa_ratios=frozenset({16, 128}),
-            head_dims=frozenset({512}),
-            mla_rope_dims=frozenset({64}),
-        )
-        for size in (1, 64)
-    },
+    **{f"MLA, pages of {size}": _narrow(size, _MLA) for size in (1, 64)},
 }
 """Backends as authors outside of this repository write them first: a shape or two, one page size, no option. The page
 sizes are the defaults of SGLang, of vLLM, and of kernels for MLA. A profile in which they run hardly anything would

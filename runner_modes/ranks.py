@@ -39,7 +39,7 @@ def context_of_rank(context: BackendContext, rank: int) -> BackendContext:
 
 
 class Ranks(AttentionBackend):
-    """R instances of a backend, each with a KV pool and a request table of its own."""
+    """R instances of a backend, each with a separate KV pool and request table."""
 
     def __init__(self, backend_class: type[AttentionBackend], context: BackendContext, *, reverse: bool) -> None:
         """Construct the instances in the order of the ranks. Errors of their constructor are passed on.

@@ -135,7 +135,7 @@ def _held_token(observed: Observation, index: int) -> int | None:
 
 
 def _why(observed: Observation, places: RankPlaces, stray: tuple[int, int], token: tuple[int, int, int]) -> str:
-    """The index or slot that a rank used instead of its own; empty if no usual mistake gives it."""
+    """Text that names the index or slot that a rank used by mistake; empty if no known mistake explains the slot."""
     (rank, at), (request, key, slot) = stray, token
     schedule, owner, local = observed.schedule, int(places.rank[slot]), int(places.slot[slot])
     split = splits_of(schedule.case)[rank]

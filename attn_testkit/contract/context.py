@@ -113,11 +113,11 @@ class BackendContext:
 
     @property
     def dcp_rank(self) -> int:
-        """Number of the rank that this instance is, 0 .. ``dcp_world_size`` - 1; 0 if there are no ranks.
+        """Rank of this instance, 0 .. ``dcp_world_size`` - 1; 0 if there are no ranks.
 
         A server with decode context parallelism gives key j of a request to rank ``j // I % R``, which has it as its
         own key number ``j // (I * R) * I + j % I`` (``KVSplit.holds``, ``key`` and ``index``; I and R are the next two
-        properties). Each rank is an instance with a KV pool and slots of its own. Its ``req_to_token[r, i]`` is the
+        properties). Each rank is an instance with a separate KV pool and slots. Its ``req_to_token[r, i]`` is the
         slot of its i-th key of request r, in its own pool; entries after its keys are slots that hold nothing. Batches
         differ in two fields: ``dcp_local_seq_lens``, and ``out_cache_loc``, which is -1 for a token of another rank.
         Everything else is global and equal on all ranks: positions, ``seq_lens``, tree masks, ``max_context_len``, and
@@ -132,7 +132,7 @@ class BackendContext:
 
     @property
     def dcp_world_size(self) -> int:
-        """R: number of ranks with pools of their own among which the keys of each request are dealt; 1 without
+        """R: number of ranks with separate pools among which the keys of each request are dealt; 1 without
         ranks."""
         return max([1, *(split.ranks for split in self.kv_splits if split.own_pool)])
 

@@ -226,7 +226,7 @@ class KernelPlan:
 
     @property
     def part_pages(self) -> torch.Tensor:
-        """[bs, max_pages] int32: the page table of a rank that has every R-th page, or a pool of its own."""
+        """[bs, max_pages] int32: the page table of a rank that has every R-th page, or that has a separate pool."""
         return self.part_slots[:, :: self.page_size] // self.page_size
 
     @property

@@ -32,7 +32,7 @@ class KVSplit:
     sinks: bool = True
     """True in the one split of a batch in which attention sinks count."""
     own_pool: bool = False
-    """True if the rank is an instance with a KV pool and a request table of its own, as with decode context parallelism
+    """True if the rank is an instance with a separate KV pool and request table, as with decode context parallelism
     (``dcp_rank`` and ``dcp_world_size`` in vLLM and SGLang). False: all ranks read one pool."""
 
     def __str__(self) -> str:

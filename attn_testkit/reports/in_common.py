@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from ..results.case_result import RAN, CaseResult, Status
-from ..results.names import MODES
+from ..results.names import mode_of
 
 _FEWEST = 2
 """Fewest failing cases, and fewest passing ones, for which a difference is reported."""
@@ -128,5 +128,4 @@ def numbers_of(case: str) -> dict[str, int]:
 
 
 def _words(case: str) -> list[str]:
-    mode = max((mode for mode in MODES if case.startswith(f"{mode}-")), key=len, default="")
-    return case.removeprefix(f"{mode}-").split("-")
+    return case.removeprefix(f"{mode_of(case)}-").split("-")

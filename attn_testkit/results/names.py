@@ -6,6 +6,12 @@ from __future__ import annotations
 # wait. A test compares them.
 MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend", "draft-decode")
 
+
+def mode_of(case: str) -> str:
+    """The mode of a case id; empty for the id of another kit that names none of ``MODES``."""
+    return max((mode for mode in MODES if case.startswith(f"{mode}-")), key=len, default="")
+
+
 EXECUTIONS = ("eager", "graph")
 
 NO_CASE = "(no case)"

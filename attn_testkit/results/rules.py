@@ -14,7 +14,7 @@ VERSION = "1.0"
 
 AREAS: Mapping[str, str] = {
     "RUN": "Running in a server's process",
-    "REFUSE": "Refusing what is not declared",
+    "REFUSE": "Refusing undeclared cases",
     "OUTPUT": "Outputs",
     "LAYER": "Layers and their options",
     "READ": "Reading the KV pool",
@@ -48,7 +48,7 @@ class Rule:
     """``MUST``: every backend keeps the rule. ``MAY``: a backend may declare it, and then keeps it."""
     text: str
     checks: tuple[str, ...]
-    """Ids of the checks that test it; empty if nothing tests it."""
+    """Ids of the checks that test the rule; empty if no check tests it."""
     features: tuple[str, ...] = ()
     """Features of cases, and server variants, that stimulate it."""
     bugs: tuple[str, ...] = ()
@@ -56,9 +56,9 @@ class Rule:
     server: str = ""
     """Work that the rule leaves to the server."""
     modes: tuple[str, ...] = ()
-    """Modes for which it holds; empty for all."""
+    """Modes for which the rule holds; empty if it holds for all modes."""
     families: tuple[str, ...] = ()
-    """Families of layers for which it holds; empty for all."""
+    """Families of layers for which the rule holds; empty if it holds for all families."""
     declared: tuple[str, ...] = ()
     """Fields of ``Capabilities`` that it is about, such as ``promises.deterministic``."""
 
@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
         ("memory-bounded",),
         ("requests",),
         ("vLLM #26142", "flashinfer #2139"),
-        "The server sizes the KV pool for what the backend keeps.",
+        "The server leaves room next to the KV pool for memory that the backend keeps.",
     ),
     Rule(
         "AB-RUN-005",
@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         "MUST",
         "The backend leaves the process as it found it: defaults, flags, seeds, environment, handlers, threads.",
         ("leaves-process-alone",),
-        server="The server may give a backend memory and streams of its own.",
+        server="The server may give a backend separate memory and streams.",
     ),
     Rule(
         "AB-RUN-007",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jinja2
@@ -68,7 +69,7 @@ class Entry:
     newest: Submission
     earlier: tuple[Submission, ...]
 
-    @property
+    @cached_property
     def cells(self) -> Mapping[tuple[str, str], Cell]:
         """(family, mode) -> cell, of the newest submission."""
         rows: dict[tuple[str, str], list[CaseResult]] = {}

@@ -14,7 +14,7 @@ from itertools import product
 from ..distributions import digest_of_kit
 from ..profiles import profile_names, read_profile
 from ..results.case_result import RAN, CaseResult, Status, emulated_parts
-from ..results.names import EXECUTIONS, MODES
+from ..results.names import EXECUTIONS, mode_of
 from .archive import Submission, facts_of
 
 __all__ = ["refusals"]
@@ -91,7 +91,7 @@ def _cut(found: Submission) -> Refusals:
     rows = found.report.results
     whole = {(row.mode, row.execution) for row in rows if not row.case and row.status is Status.UNSUPPORTED}
     due = {
-        (execution, case) for execution, case in product(EXECUTIONS, cases) if (_mode_of(case), execution) not in whole
+        (execution, case) for execution, case in product(EXECUTIONS, cases) if (mode_of(case), execution) not in whole
     }
     have = {(row.execution, row.case) for row in rows if row.case}
     if missing := sorted(due - have):
@@ -143,10 +143,6 @@ def _emulated(found: Submission) -> Refusals:
         parts = ", ".join(sorted({part for row in emulated for part in emulated_parts(row)}))
         names = _listed([(row.execution, row.case) for row in emulated])
         yield f"it names a real device, and {names} ran with an emulated {parts}; run them on the device"
-
-
-def _mode_of(case: str) -> str:
-    return max((mode for mode in MODES if case.startswith(f"{mode}-")), key=len)
 
 
 def _listed(places: list[tuple[str, str]]) -> str:

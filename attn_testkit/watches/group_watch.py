@@ -14,6 +14,7 @@ from ..cases.head_shapes import HeadMap
 from ..contract import KVGroup
 from ..steps.kv_groups import slot_map
 from ..steps.schedule import Schedule, Step
+from .joined_watch import JoinedWatch
 from .packing import Bytes
 from .pool_watch import PoolWatch
 from .uploads import upload
@@ -21,16 +22,14 @@ from .uploads import upload
 _Ints = npt.NDArray[np.int64]
 
 
-class GroupWatch:
+class GroupWatch(JoinedWatch):
     """One ``PoolWatch`` per group, with the interface of one for all layers."""
 
     def __init__(self, groups: Sequence[KVGroup], device: torch.device, maps: Sequence[HeadMap] = ()) -> None:
         """Watch the pools of groups. ``maps``: of all layers, if they differ in heads."""
         turns = len(groups)
-        self._watches = [PoolWatch(group.kv_pool, maps[index::turns]) for index, group in enumerate(groups)]
+        super().__init__([PoolWatch(group.kv_pool, maps[index::turns]) for index, group in enumerate(groups)])
         self._device = device
-        self.bits = self._watches[0].bits
-        """Integer dtype of an element's bits."""
         self._counts = [len(group.layer_ids) for group in groups]
         self._mapped: Schedule | None = None
         """The schedule whose maps are cached."""
@@ -72,36 +71,10 @@ class GroupWatch:
             for part in watch.look(slots, of_group[due], count)
         )
 
-    def clear(self) -> None:
-        """Do the work of ``PoolWatch.clear``."""
-        for watch in self._watches:
-            watch.clear()
-
-    def clear_page_0(self) -> None:
-        """Do the work of ``PoolWatch.clear_page_0``."""
-        for watch in self._watches:
-            watch.clear_page_0()
-
-    def written_since_clear(self) -> _Ints:
-        """Do the work of ``PoolWatch.written_since_clear``: slots of any group's pool, [n] ascending."""
-        every = [watch.written_since_clear().tolist() for watch in self._watches]
-        return np.array(sorted({slot for slots in every for slot in slots}), dtype=np.int64)
-
-    def _by_group(self, found: Sequence[Bytes]) -> list[Sequence[Bytes]]:
-        """Results of ``look`` by group."""
-        each = len(found) // len(self._watches)
-        return [found[first : first + each] for first in range(0, len(found), each)]
-
-    def outside(self, found: Sequence[Bytes]) -> _Ints:
-        """Do the work of ``PoolWatch.outside`` for all groups."""
-        pairs = zip(self._watches, self._by_group(found), strict=True)
-        return np.concatenate([watch.outside(mine) for watch, mine in pairs])
-
     def written(self, due: _Ints, found: Sequence[Bytes]) -> tuple[_Ints, Bytes, tuple[int, ...]]:
         """Do the work of ``PoolWatch.written``: slots that changed in any group, with all layers' rows."""
         parts = [
-            watch.written(self._maps[group][due], mine)
-            for group, (watch, mine) in enumerate(zip(self._watches, self._by_group(found), strict=True))
+            watch.written(self._maps[group][due], mine) for group, (watch, mine) in enumerate(self._by_pool(found))
         ]
         changed = [np.argsort(self._maps[group])[slots] for group, (slots, _, _) in enumerate(parts)]
         # Without np.unique, as in ``ServerHarness.load``.

@@ -12,6 +12,7 @@ import torch
 from ..contract import KVGroup
 from ..steps.ranks import RankPlaces, places_on_ranks
 from ..steps.schedule import Schedule, Step
+from .joined_watch import JoinedWatch
 from .packing import Bytes
 from .pool_watch import PoolWatch
 
@@ -20,15 +21,13 @@ _MOST_STRAYS = 16
 """Number of stray rows whose contents are reported."""
 
 
-class RankWatch:
+class RankWatch(JoinedWatch):
     """One ``PoolWatch`` per rank, with the interface of one for a single rank, and a list of stray writes."""
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         """Watch the pools of ranks: one group per rank, each with all layers."""
-        self._watches = [PoolWatch(group.kv_pool) for group in groups]
+        super().__init__([PoolWatch(group.kv_pool) for group in groups])
         self._page_size = groups[0].kv_pool.page_size
-        self.bits = self._watches[0].bits
-        """Integer dtype of an element's bits."""
         self._places: RankPlaces | None = None
         """Places of the keys of the step that is loaded."""
         self._strays: tuple[_Ints, Bytes, tuple[int, ...]] | None = None
@@ -60,31 +59,6 @@ class RankWatch:
         """Do the work of ``PoolWatch.look`` for each rank, without rows: ``written`` copies the rows that changed."""
         return tuple(part for watch in self._watches for part in watch.look(slots, due[:0], 0))
 
-    def clear(self) -> None:
-        """Do the work of ``PoolWatch.clear``."""
-        for watch in self._watches:
-            watch.clear()
-
-    def clear_page_0(self) -> None:
-        """Do the work of ``PoolWatch.clear_page_0``."""
-        for watch in self._watches:
-            watch.clear_page_0()
-
-    def written_since_clear(self) -> _Ints:
-        """Do the work of ``PoolWatch.written_since_clear``: slots of any rank's pool, [n] ascending."""
-        every = [watch.written_since_clear().tolist() for watch in self._watches]
-        return np.array(sorted({slot for slots in every for slot in slots}), dtype=np.int64)
-
-    def _by_rank(self, found: Sequence[Bytes]) -> list[Sequence[Bytes]]:
-        """Results of ``look`` by rank."""
-        each = len(found) // len(self._watches)
-        return [found[first : first + each] for first in range(0, len(found), each)]
-
-    def outside(self, found: Sequence[Bytes]) -> _Ints:
-        """Do the work of ``PoolWatch.outside`` for all ranks."""
-        pairs = zip(self._watches, self._by_rank(found), strict=True)
-        return np.concatenate([watch.outside(mine) for watch, mine in pairs])
-
     def written(self, due: _Ints, found: Sequence[Bytes]) -> tuple[_Ints, Bytes, tuple[int, ...]]:
         """Do the work of ``PoolWatch.written``: slots of the schedule whose own place, on their own rank, changed.
 
@@ -93,7 +67,7 @@ class RankWatch:
         """
         assert self._places is not None
         places, slots, rows, stray_at, stray_rows = self._places, [], [], [], []
-        for rank, (watch, mine) in enumerate(zip(self._watches, self._by_rank(found), strict=True)):
+        for rank, (watch, mine) in enumerate(self._by_pool(found)):
             changed = np.flatnonzero(watch.changed(mine[0]))
             changed = changed[changed >= self._page_size]
             owners, held = places.owners(rank)[changed], self._rows(watch, changed)

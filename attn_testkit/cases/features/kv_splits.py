@@ -52,7 +52,7 @@ def _kind(case: Fields) -> str:
 
 
 def has_own_pools(case: Fields) -> bool:
-    """True if each rank of the case is an instance with a KV pool of its own."""
+    """True if each rank of the case is a separate instance with a separate KV pool."""
     return case.kv_splits.startswith("ranks")
 
 

@@ -1,4 +1,4 @@
-"""A rank of decode context parallelism reads the wrong keys of its own pool."""
+"""A rank of decode context parallelism reads wrong keys from its pool."""
 
 from __future__ import annotations
 
