@@ -1,7 +1,8 @@
 """Writes the pages that come from the code: python ci/reference.py FOLDER
 
 Each page is made of docstrings, of click's parameters, of pytest's options, of the schema of results files, of the
-glossary, or of the texts of checks. No page is committed: ``ci/docs.sh`` makes them for the site, in build/pages.
+glossary, of the texts of checks, or of submissions. No page is committed: ``ci/docs.sh`` makes them for the site, in
+build/pages.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ from attn_testkit.plugin.reporting import properties
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.finding import Finding
 from attn_testkit.results.run_header import RunHeader
+from attn_testkit.submissions.matrix import matrix_page, read_folder
 from attn_testkit_servers.fakes.all_refusals import LIMITS, all_refusals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,7 +118,8 @@ def pages() -> dict[str, str]:
         "glossary.md": glossary(),
         **{f"rows-{each.mode}.svg": picture(each) for each in PICTURES},
     }
-    return {**{f"{HOME}/{name}": text for name, text in every.items()}, **check_pages(), **contract_page()}
+    matrix = {"evidence/matrix.html": matrix_page(*read_folder(ROOT / "docs" / "evidence" / "submissions"))}
+    return {**{f"{HOME}/{name}": text for name, text in every.items()}, **check_pages(), **contract_page(), **matrix}
 
 
 def glossary() -> str:

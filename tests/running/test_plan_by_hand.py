@@ -90,6 +90,12 @@ def test_a_pattern_that_matches_nothing_is_an_error_although_another_one_matches
     assert planned(cases=("decode-*", "target-verify-*"), declared=absent).items, "it matches, and cannot run here"
 
 
+def test_a_mode_without_a_named_case_has_no_row_if_it_cannot_run_here() -> None:
+    absent = CAPABILITIES.with_changes(mode_requires={"target-verify": Requires(packages=("no-such-package>=1",))})
+    assert planned(cases=(DECODE,), declared=absent).preset == ()
+    assert {row.mode for row in planned(cases=(DECODE, VERIFY), declared=absent).preset} == {"target-verify"}
+
+
 def test_a_selection_is_counted_in_what_the_tier_plans_for_everything() -> None:
     whole = planned(ONE, TWO)
     assert not whole.header.selection

@@ -197,6 +197,9 @@ def _of_mode(
     """Items of one mode and execution, and the rows that are known without running."""
     if not declared.offers(mode, execution):
         return [], [_row(spec, mode, execution, Status.UNSUPPORTED, "not declared")]
+    if request.named and not any(map(_is_glob, request.named)) and all(case.mode is not mode for case in exact):
+        # No row either if the mode cannot run here: a profile of decode says nothing about extend.
+        return [], []
     absent = missing_here(declared, environment, mode) or _broken_here(declared, mode, broken)
     if absent:
         return [], [_row(spec, mode, execution, Status.NOT_RUN_HERE, absent)]
