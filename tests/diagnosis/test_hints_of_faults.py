@@ -47,6 +47,8 @@ BLOCKS = "decode-mqa4-d128-bf16-p16-k300.70.12-reversed-negative-sel4of16holes-b
 PROMPT_OF_65 = "extend-mamba4x2-d64-bf16-p16-k0.40-n34a65.3-shuffled-strong_decay-k64w4s32-layers1from0-b2nan"
 BIAS = "target-verify-gqa8x2-d64-bf16-p16-k130.9.1.40-t0.0.1.1-shuffled-gauss-w5-qqbias-cap1.5-sink-b5prod"
 BIASED_PROMPTS = "extend-gqa8x2-d64-bf16-p16-k130.9.1.40-n13a7.40.3.1-shuffled-gauss-qqbias-b5prod"
+ONE_ROW_EACH = "draft-extend-mha2-d32-fp16-p4-k3.21.5.17-n6a1x4-reversed-gauss-kvfp8e4m3-w4-b4prod"
+FULL = "target-verify-gqa8x2-d64-fp16-p16-k15.16.17-t0.1.0.3.0.5.1-reversed-negative-kvfp8e4m3-w46-b6nan"
 ONE = "target-verify-gqa2x2-d64-bf16-p16-k300-chain4-shuffled-gauss-b1prod"
 
 
@@ -206,6 +208,19 @@ TOLD = [
     ),
     ("v1-length-at-full-width", PACKED, "eager", "all of its own KV tokens are read, and slots after them"),
     ("draft-table-without-branches", BRANCHES, "graph", "page 0 is read, which is reserved for padding"),
+    (
+        "page-size-baked-in",
+        ONE_ROW_EACH,
+        "eager",
+        "as if they had 16 slots, such as by a constant: of each 16 KV tokens",
+    ),
+    ("last-token-of-context-left-out", FULL, "eager", "only requests of max_context_len (54) KV tokens are wrong"),
+    (
+        "partial-last-page-dropped",
+        "decode-mla2-d128r64-bf16-p128-k133-reversed-negative-b1prod",
+        "eager",
+        "which are right",
+    ),
     ("partial-last-page-dropped", LATENT, "eager", "drops a last page that is not full: no request fills one of 128"),
     ("page-id-used-as-slot", LATENT, "eager", "such as a page id that is not multiplied by page_size (128)"),
     (

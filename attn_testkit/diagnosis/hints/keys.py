@@ -205,6 +205,21 @@ _ALL_OF_IT = 0.9
 """Fraction of the weight that counts as all of it."""
 
 
+@hint(Level.PLACE, silences=("elsewhere", "last_page", "later_requests"))
+def pages_counted_as_larger(e: Evidence) -> str:
+    """Of each few pages the request reads the first, and other slots instead of the next ones."""
+    attended, page = e.attended, e.schedule.case.page_size
+    if attended is None or not attended.elsewhere or e.misrouted or attended.used == attended.wanted:
+        return ""
+    for larger in (2 * page, 4 * page, 8 * page, 16 * page):
+        if attended.used == {key for key in attended.wanted if key % larger < page} and len(attended.used) > page:
+            return (
+                f"pages are probably counted as if they had {larger} slots, such as by a constant: of each {larger} KV "
+                f"tokens the first {page} are read, which is a page, and then the slots after it"
+            )
+    return ""
+
+
 @hint(Level.PLACE, silences=("beyond_a_slot",))
 def read_twice(e: Evidence) -> str:
     """KV tokens count twice, and the same number are missing."""

@@ -48,6 +48,18 @@ def missing_keys(e: Evidence, attended: AttendedKeys, missing: list[int]) -> str
     return "KV tokens in the middle are missing: probably a page or a split is skipped" if found is None else found
 
 
+def _fills_the_context(m: _Missing) -> str | None:
+    most, lens = m.e.schedule.max_context_len, m.e.lens
+    if m.keys != [most - 1] or m.e.wrong != [request for request, n in enumerate(lens) if n == most]:
+        return None
+    if len(m.e.wrong) == len(lens):
+        return None  # the last KV token of every request may be missing then
+    return (
+        f"the KV token that fills the context is missing: only requests of max_context_len ({most}) KV tokens are "
+        "wrong, so positions are probably compared with max_context_len - 1"
+    )
+
+
 def _in_a_tree(m: _Missing) -> str | None:
     tree, prefix = m.request.tree, m.request.prefix
     if tree is None or tree.topk < 2:
@@ -266,6 +278,7 @@ def _first_ones(m: _Missing) -> str | None:
 
 
 _CAUSES: tuple[Callable[[_Missing], str | None], ...] = (
+    _fills_the_context,
     _in_a_tree,
     _later_ones,
     _none_is_read,

@@ -157,9 +157,13 @@ def _uneven_in_eager(e: Evidence) -> str:
         return ""
     if attended is not None and attended.own and not _as_under(stride, e, attended):
         return ""
-    # The stride leads to a row of the request itself, but it read tokens of another.
-    if attended is not None and misrouted and _place_under(stride, e, attended)[0] == attended.request:
-        return ""
+    if attended is not None:
+        leads_to_itself = _place_under(stride, e, attended)[0] == attended.request
+        # The stride leads to a row of the request itself, but it read tokens of another; or to a row of another one,
+        # but it read tokens of its own, which no other request has.
+        own = attended.used & attended.wanted and e.schedule.case.layout != "shared"
+        if (misrouted and leads_to_itself) or (own and not leads_to_itself):
+            return ""
     if counted_as_widest(e) == stride:
         return (
             f"the causal bound, or the number of new rows, is that of {stride} rows for every request: "

@@ -114,6 +114,13 @@ def nothing_computed(e: Evidence) -> str:
             "probably a counter, a semaphore or a work list that a warm-up or an earlier launch leaves used up and no "
             f"replay resets{captured}{_or_nan(e)}"
         )
+    size = e.schedule.case.page_size
+    partial = f"drops a last page that is not full: no request fills one of {size}" if max(e.lens) < size else ""
+    if zero.all() and partial and any(max(seen.step.lens) >= size for seen in e.passed):
+        return (
+            f"the output is all zeros, in every layer: the backend probably {partial}, and in other steps, which are "
+            f"right, one does{_or_nan(e)}"
+        )
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
         return (
@@ -122,14 +129,10 @@ def nothing_computed(e: Evidence) -> str:
             f"returns early{lone}{_or_nan(e)}"
         )
     if zero.all():
-        size = e.schedule.case.page_size
-        partial = (
-            f", or drops a last page that is not full: no request fills one of {size}" if max(e.lens) < size else ""
-        )
         return (
             "nothing was computed, the output is all zeros, in every layer: a choice by head dim, page size, dtype, "
-            f"group or rows may find no kernel for this case, or the kernel returns early or reads no KV{partial}"
-            f"{_or_nan(e)}"
+            f"group or rows may find no kernel for this case, or the kernel returns early or reads no KV"
+            f"{partial and f', or {partial}'}{_or_nan(e)}"
         )
     if e.in_graph:
         return (

@@ -28,7 +28,7 @@ class PageColumnsRoundedDown(PlannedBackend):
         return super().plan_pages(batch).masked_fill(self.index[: self.pages] >= whole, 0)
 
 
-@fault("general", "matches-oracle", "missing")
+@fault("general", "matches-oracle", "fills the context")
 class LastTokenOfContextLeftOut(PlannedBackend):
     """Positions are compared with < max_context_len - 1: the token that fills the context is never attended to."""
 

@@ -52,7 +52,7 @@ class NewSlotsAssumedConsecutive(DenseBackend):
 @fault(
     "lightllm #743; flashinfer #4018",
     "reads-own-kv matches-oracle",
-    "request 0 is right and all others are wrong",
+    "is indexed by cu_seqlens_q",
     modes=_EXTENDS,
 )
 class SecondRequestKvUsesQOffset(DenseBackend):
@@ -223,7 +223,7 @@ class PageIdUsedAsSlot(DenseBackend):
         return slots // page + slots % page
 
 
-@fault("general", "reads-own-kv matches-oracle", "page or slot")
+@fault("general", "reads-own-kv matches-oracle", "counted as if they had")
 class PageSizeBakedIn(DenseBackend):
     """The kernel was built for pages of 16 and finds every key through the first slot of its block of 16."""
 

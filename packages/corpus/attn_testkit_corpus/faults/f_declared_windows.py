@@ -86,7 +86,7 @@ class OneWindow(DenseBackend):
 @fault(
     "general; sglang's triton backend plans by the model's window",
     "matches-oracle",
-    "KV tokens before the window are visible",
+    "the window of another layer",
     modes=_ALL,
     slug="widest-window-for-all-windowed-layers",
 )

@@ -100,7 +100,7 @@ class WindowNormalisedOnOneSide(DenseBackend):
 @fault(
     "general",
     "matches-oracle",
-    "KV tokens before the window are visible",
+    "one KV token before the window",
     modes="decode",
     slug="swa-decode-one-key-more",
 )
@@ -144,7 +144,7 @@ class WindowCountedFromTheLastRow(DenseBackend):
 @fault(
     "general",
     "matches-oracle",
-    "KV tokens before the window are visible",
+    "one KV token before the window",
     modes="target-verify",
     slug="swa-counted-from-the-prefix",
 )
@@ -186,7 +186,13 @@ class WindowWrittenBack(DenseBackend):
         return self.visible
 
 
-@fault("general", "reads-own-kv matches-oracle", "layer 0", modes="decode", slug="swa-page-table-starts-at-window-page")
+@fault(
+    "general",
+    "reads-own-kv matches-oracle",
+    "with a sliding window is wrong",
+    modes="decode",
+    slug="swa-page-table-starts-at-window-page",
+)
 class WindowTableStartsLate(DenseBackend):
     """Pages before the window are left out of the table, but keys are still counted from the first page."""
 

@@ -166,7 +166,7 @@ class VarlenTakesSplitPath(PlannedBackend):
         return super().combine(acc[:, :1], lse[:, :1], layer)
 
 
-@fault("general", "matches-oracle", "missing")
+@fault("general", "matches-oracle", "left out")
 class LastKeysInNoSplit(PlannedBackend):
     """Keys in one split are len // splits rounded down, so the last keys belong to none."""
 
