@@ -214,7 +214,7 @@ TOLD = [
         "eager",
         "as if they had 16 slots, such as by a constant: of each 16 KV tokens",
     ),
-    ("last-token-of-context-left-out", FULL, "eager", "only requests of max_context_len (54) KV tokens are wrong"),
+    ("last-token-of-context-left-out", FULL, "graph", "only requests of max_context_len (54) KV tokens are wrong"),
     (
         "partial-last-page-dropped",
         "decode-mla2-d128r64-bf16-p128-k133-reversed-negative-b1prod",

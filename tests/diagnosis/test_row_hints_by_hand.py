@@ -37,6 +37,7 @@ def case(**fields: Any) -> Any:
 def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None = None, **fields: Any) -> Any:  # noqa: B006
     requests = requests or [request(prefix=n - 1) for n in lens]
     schedule = fields.pop("schedule", Of(case=case()))
+    vars(schedule).setdefault("max_context_len", 0)
     data = getattr(schedule.case, "data", "gauss")
     step = Of(requests=requests, bs=len(requests), tokens=sum(r.new for r in requests), data=data)
     values = {
@@ -932,6 +933,48 @@ def test_what_says_nothing_of_keys() -> None:
     found.misrouted = (mine(0, 0, 1, 0),)
     assert keys.key_range(found) == ""
     assert keys.key_range(evidence([5])) == ""
+
+
+@pytest.mark.parametrize(
+    ("used", "page", "elsewhere", "larger"),
+    [
+        ((0, 1, 2, 3, 16, 17), 4, {"unowned": 0.5}, 16),
+        ((0, 1, 8, 9, 16, 17), 2, {"others": 0.5}, 8),
+        ((0, 1, 2, 3, 8, 9, 10, 11, 16, 17), 4, {"others": 0.5}, 8),
+        ((0, 1, 2, 3), 4, {"unowned": 0.5}, 0),
+        ((0, 1, 2, 3, 16, 17), 4, {}, 0),
+        ((0, 1, 2, 3, 17), 4, {"unowned": 0.5}, 0),
+        (range(18), 4, {"tail": 0.1}, 0),
+    ],
+)
+def test_the_first_page_of_each_larger_one_alone_is_read_if_pages_are_counted_as_larger(
+    used: Any, page: int, elsewhere: dict[str, float], larger: int
+) -> None:
+    found = of_keys(attended(used, range(18), elsewhere=elsewhere), schedule=Of(case=case(page_size=page)))
+    text = keys.pages_counted_as_larger(found)
+    assert (f"as if they had {larger} slots" in text) is bool(text) is bool(larger)
+    found.misrouted = (mine(0, 0, 1, 0),)
+    assert keys.pages_counted_as_larger(found) == ""
+
+
+@pytest.mark.parametrize(
+    ("lens", "wrong", "most", "said"),
+    [
+        ([7, 9], [1], 9, True),
+        ([9, 9], [0, 1], 9, False),
+        ([7, 9], [0, 1], 9, False),
+        ([7, 9], [1], 10, False),
+        ([9, 7], [0], 9, True),
+    ],
+)
+def test_the_token_that_fills_the_context_is_named_if_shorter_requests_are_right(
+    lens: list[int], wrong: list[int], most: int, said: bool
+) -> None:
+    place = Of(visible=torch.zeros(1, 2, 4096), row_request=torch.arange(2), row_offset=torch.zeros(2))
+    found = attended(range(8), range(9), request=wrong[-1])
+    schedule = Of(case=case(), max_context_len=most)
+    e = evidence(lens, wrong, attended=found, expected=Of(data=place), rows=wrong, schedule=schedule)
+    assert (f"only requests of max_context_len ({most}) KV tokens are wrong" in keys.key_range(e)) is said
 
 
 @pytest.mark.parametrize(("length", "bits"), [(60000, False), (65536, False), (65537, True), (70000, True)])

@@ -116,7 +116,7 @@ def nothing_computed(e: Evidence) -> str:
         )
     size = e.schedule.case.page_size
     partial = f"drops a last page that is not full: no request fills one of {size}" if max(e.lens) < size else ""
-    if zero.all() and partial and any(max(seen.step.lens) >= size for seen in e.passed):
+    if zero.all() and partial and e.lens != [1] and any(max(seen.step.lens) >= size for seen in e.passed):
         return (
             f"the output is all zeros, in every layer: the backend probably {partial}, and in other steps, which are "
             f"right, one does{_or_nan(e)}"
