@@ -19,6 +19,7 @@ SLOW: tuple[str, ...] = (
     "tests/docs/test_readme_commands.py::test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands",
     "tests/new/test_new.py::test_what_it_prints_can_be_typed_and_is_green",
     "tests/ci/test_bench_red.py",
+    "tests/contrib/test_flashinfer_module.py",
     "tests/ci/test_nightly_servers.py",
     "packages/corpus/tests/faults/test_fault_texts.py",
     "tests/front_ends/test_cli.py::test_an_author_in_an_empty_directory_sees_his_backend_evaluated",
