@@ -207,7 +207,7 @@ _ALL_OF_IT = 0.9
 
 @hint(Level.PLACE, silences=("elsewhere", "last_page", "later_requests"))
 def pages_counted_as_larger(e: Evidence) -> str:
-    """Of each few pages the request reads the first, and other slots instead of the next ones."""
+    """Requests read the first of every few pages, and other slots instead of the next ones."""
     attended, page = e.attended, e.schedule.case.page_size
     if attended is None or not attended.elsewhere or e.misrouted or attended.used == attended.wanted:
         return ""
