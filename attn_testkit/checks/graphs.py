@@ -80,12 +80,19 @@ def addresses_stable(observed: Observation) -> list[Finding]:
     ]
 
 
-def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
-    """Check that warm-ups of one plan agree, and that a dummy batch writes only page 0.
+def at_capture(uneven: Sequence[str], written: Sequence[int], case: Case) -> list[Finding]:
+    """Check that warm-ups of one plan agree, and that a dummy batch writes only page 0, or state slot 0.
 
-    ``uneven``: places where they do not agree. ``written``: slots outside page 0, ascending. A server captures while
-    requests are live (after a wake-up, or for a bucket that comes late), and any slot may belong to them.
+    ``uneven``: places where they do not agree. ``written``: other slots, ascending. A server captures while requests
+    are live (after a wake-up, or for a bucket that comes late), and any slot may belong to them.
     """
+    what, due = {
+        frozenset({"recurrent"}): ("state slots other than slot 0", "the batch's slots, which are 0"),
+        frozenset({"recurrent", "softmax"}): (
+            "slots outside page 0 and state slot 0",
+            "the batch's slots, which are 0",
+        ),
+    }.get(frozenset(case.families), ("KV slots outside page 0", "out_cache_loc, which is 0"))
     found = [
         Finding(
             "captures-cleanly",
@@ -100,9 +107,9 @@ def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
         found.append(
             Finding(
                 "captures-cleanly",
-                f"warm-ups or captures of a dummy batch write {len(written)} KV slots outside page 0",
-                where=f"slots {slots}; every out_cache_loc of the batch is 0",
-                hint="a server captures while live requests may own these slots: store only at out_cache_loc",
+                f"warm-ups or captures of a dummy batch write {len(written)} {what}",
+                where=f"slots {slots}",
+                hint=f"a server captures while live requests may own these slots: store only at {due}",
             )
         )
     return found

@@ -123,7 +123,7 @@ class Device:
 def _facts(found: Submission) -> str:
     """Date and versions of a run, in one line."""
     header = found.header
-    versions = {"version": header.backends[found.backend], "attn-testkit": header.kit} | header.versions
+    versions = {"version": header.backends[found.backend], "attn-testkit": header.kit, **header.versions}
     named = [f"{name} {version}" for name, version in versions.items() if name != "python"]
     return " · ".join([header.started[:10], *named])
 

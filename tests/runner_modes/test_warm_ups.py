@@ -87,16 +87,29 @@ def test_one_run_agrees_with_itself() -> None:
 
 
 def test_a_clean_capture_gives_no_finding() -> None:
-    assert at_capture((), ()) == []
+    assert at_capture((), (), DECODE) == []
 
 
 @pytest.mark.parametrize(("count", "listed"), [(8, "14, 15"), (9, "14, 15, ...")])
 def test_the_first_eight_slots_that_a_capture_wrote_are_listed(count: int, listed: str) -> None:
-    (finding,) = at_capture((), range(8, 8 + count))
+    (finding,) = at_capture((), range(8, 8 + count), DECODE)
     assert finding.check == "captures-cleanly"
-    assert f"write {count} KV slots" in finding.headline
-    assert f"{listed};" in finding.where
+    assert f"write {count} KV slots outside page 0" in finding.headline
+    assert finding.where.endswith(listed)
+
+
+@pytest.mark.parametrize(
+    ("case_id", "what"),
+    [
+        ("decode-gdn4x2-d64-bf16-p16-k1.2.3-shuffled-gauss-k64w4s32-b4prod", "2 state slots other than slot 0"),
+        (HYBRID, "2 slots outside page 0 and state slot 0"),
+    ],
+)
+def test_what_a_capture_of_states_wrote_is_named_as_such(case_id: str, what: str) -> None:
+    (finding,) = at_capture((), (3, 5), parse_case(case_id))
+    assert finding.headline.endswith(f"write {what}")
+    assert finding.where == "slots 3, 5"
 
 
 def test_of_uneven_warm_ups_the_first_is_reported_once() -> None:
-    assert [finding.where for finding in at_capture(("here", "there"), ())] == ["here"]
+    assert [finding.where for finding in at_capture(("here", "there"), (), DECODE)] == ["here"]

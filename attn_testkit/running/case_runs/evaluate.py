@@ -220,7 +220,7 @@ def _evaluated(
         elif execution is Execution.GRAPH and not outcome.failed:
             # If it is wrong at a replay too, it is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in record.not_finite_in_warm_up], record.fill, declared)
-            outcome.findings += at_capture(record.uneven_warm_ups, record.written_at_capture)
+            outcome.findings += at_capture(record.uneven_warm_ups, record.written_at_capture, case)
     outcome.findings += _left_behind((*described.changed, *record.changed))
     spent = time.perf_counter() - started
     return outcome, {**record.seconds, "oracle and checks": spent}
@@ -431,6 +431,9 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
             observed = steps[0]
             asked = (rerunner, finding, observed.schedule, observed)
             finding = explain_numeric(*asked, outcome.passed) if cause else name_check(*asked)
+            if explained and explained[0].check == "log-sum-exp" and not explained[0].hint:
+                # The log-sum-exps belong to the same wrong keys, or to the same graph, and do not say to which.
+                explained[0] = replace(explained[0], attended=finding.attended, hint=finding.hint, keys=finding.keys)
         elif check in NUMERIC and diagnosed:
             continue
         explained.append(_with_other_steps(finding, [seen.label for seen in steps]))
