@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from ..results.case_result import CaseResult, failed_check
 from ..results.finding import Finding
-from ..results.texts import is_generated
+from ..results.texts import NOTE_ON_THE_CASE, is_generated
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ def _of_finding(finding: Finding) -> list[_Line]:
         return [_Line(f"{line} {kind['kind'] if kind else ''}", finding.headline)]
     if not _ABOUT_A_ROW.match(finding.headline):
         return [_Line(without_numbers(finding.headline), finding.headline)]
-    hints = [_Line(without_numbers(line), line) for line in finding.hint.splitlines() if line]
+    named = (line for line in finding.hint.splitlines() if line and not line.startswith(NOTE_ON_THE_CASE))
+    hints = [_Line(without_numbers(line), line) for line in named]
     telling = [line for line in hints if not line.key.startswith(RESTATES_THE_CHECK)]
     return telling or hints or [_Line(without_numbers(finding.headline), finding.headline)]
 

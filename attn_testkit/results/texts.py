@@ -6,6 +6,9 @@ import re
 
 MOST_OTHERS = 4000
 
+NOTE_ON_THE_CASE = "in this case "
+"""Beginning of a line of a hint that says what is special about the case, and names no cause."""
+
 _UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 """Control characters and lone surrogates: they move a terminal's cursor or cannot be written to a file."""
 

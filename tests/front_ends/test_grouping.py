@@ -77,6 +77,13 @@ def test_the_line_that_most_share_names_the_group_wherever_it_stands():
     assert causes(first, second, third) == [(3, "shared")]
 
 
+def test_a_note_on_the_case_is_no_cause_and_joins_no_two_failures():
+    note = "in this case the next step is planned early"
+    assert causes(failed(wrong(f"odd\n{note}")), failed(wrong(f"other\n{note}"))) == [(1, "odd"), (1, "other")]
+    assert causes(failed(wrong(note))) == [(1, NUMBER.format(n=1))]
+    assert len(causes(failed(wrong(note)), failed(wrong(note, check="finite", headline="request {n} has nan")))) == 2
+
+
 def test_a_second_hint_names_no_cause_and_joins_no_two_failures():
     """The second hint about a NaN is the same for every cause."""
     general = "no foreign memory is read: 0 / 0"

@@ -35,6 +35,7 @@ from ...families.table import families_of, family_of
 from ...model import pack
 from ...results.case_result import UNDECLARED_GRAPH, CaseResult, Status
 from ...results.finding import Finding
+from ...results.texts import NOTE_ON_THE_CASE
 from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
 from ...steps.data import StepData
@@ -465,7 +466,7 @@ def _of_variant(finding: Finding, case: Case) -> Finding:
     """Add a note on a convention of this case's server that other servers do not have, if there is one."""
     if not case.variants:
         return finding
-    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {variant_of(case).about}"))))
+    return _with_hint_after(finding, f"{NOTE_ON_THE_CASE}{variant_of(case).about}")
 
 
 def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:
