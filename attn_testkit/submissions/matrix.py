@@ -74,23 +74,23 @@ class Entry:
 
     @cached_property
     def cells(self) -> Mapping[tuple[str, str], Cell]:
-        """(family, mode) -> cell, of the newest submissions."""
+        """(family, mode) -> cell of its declared case-runs, of the newest submissions."""
         rows: dict[tuple[str, str], list[tuple[CaseResult, RunHeader]]] = {}
         for each in self.newest:
             for row in each.report.results:
-                if row.case:
+                if row.is_case_run:
                     rows.setdefault((_family_of(row), row.mode), []).append((row, each.header))
         return {place: Cell(place[1], place[0], tuple(found)) for place, found in rows.items()}
 
     @property
     def families(self) -> list[str]:
-        """Families with a declared case, in the order of the results."""
-        return list(dict.fromkeys(family for (family, _), cell in self.cells.items() if cell.ran))
+        """Families of the cells, in the order of the results."""
+        return list(dict.fromkeys(family for family, _ in self.cells))
 
     @property
     def modes(self) -> list[str]:
         """Modes of the cells."""
-        return [mode for mode in MODES if any(mode == of and cell.ran for (_, of), cell in self.cells.items())]
+        return [mode for mode in MODES if any(mode == of for _, of in self.cells)]
 
     @property
     def runs(self) -> Mapping[tuple[str, str], list[str]]:

@@ -96,6 +96,12 @@ def test_the_command_writes_the_page_and_refuses_an_empty_folder(
         read_folder(tmp_path)
 
 
+def test_no_submission_of_the_repository_is_left_out() -> None:
+    found, left_out = read_folder(Path(__file__).resolve().parents[2] / "docs" / "evidence" / "submissions")
+    assert left_out == []
+    assert len(found) > 40
+
+
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Page]:
     if not installed():

@@ -155,14 +155,13 @@ def _uneven_in_eager(e: Evidence) -> str:
     reported = len(e.rows) < sum(counts) or misrouted
     if stride is None or len(counts) == 1 or not reported:
         return ""
-    if attended is not None and attended.own and not _as_under(stride, e, attended):
-        return ""
     if attended is not None:
-        leads_to_itself = _place_under(stride, e, attended)[0] == attended.request
-        # The stride leads to a row of the request itself, but it read tokens of another; or to a row of another one,
-        # but it read tokens of its own, which no other request has.
-        own = attended.used & attended.wanted and e.schedule.case.layout != "shared"
-        if (misrouted and leads_to_itself) or (own and not leads_to_itself):
+        if attended.own and not _as_under(stride, e, attended):
+            return ""
+        to_itself = _place_under(stride, e, attended)[0] == attended.request
+        unshared = bool(attended.used & attended.wanted) and e.schedule.case.layout != "shared"
+        # The stride would make the row read the tokens of one request, and the row read those of another one.
+        if misrouted if to_itself else unshared:
             return ""
     if counted_as_widest(e) == stride:
         return (

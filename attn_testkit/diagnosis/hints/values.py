@@ -115,14 +115,14 @@ def nothing_computed(e: Evidence) -> str:
             f"replay resets{captured}{_or_nan(e)}"
         )
     size = e.schedule.case.page_size
-    partial = f"drops a last page that is not full: no request fills one of {size}" if max(e.lens) < size else ""
-    if zero.all() and partial and e.lens != [1] and any(max(seen.step.lens) >= size for seen in e.passed):
-        return (
-            f"the output is all zeros, in every layer: the backend probably {partial}, and in other steps, which are "
-            f"right, one does{_or_nan(e)}"
-        )
+    dropped = f"drops a last page that is not full: no request fills one of {size}" if max(e.lens) < size else ""
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
+        if dropped and not lone and any(max(seen.step.lens) >= size for seen in e.passed):
+            return (
+                f"the output is all zeros, in every layer: the backend probably {dropped}, and in other steps, which "
+                f"are right, one does{_or_nan(e)}"
+            )
         return (
             "nothing was computed, the output is all zeros, in every layer, and other steps of the case are "
             "right: a choice by the number of requests, rows or KV tokens may find no kernel for these, or the kernel "
@@ -131,8 +131,8 @@ def nothing_computed(e: Evidence) -> str:
     if zero.all():
         return (
             "nothing was computed, the output is all zeros, in every layer: a choice by head dim, page size, dtype, "
-            f"group or rows may find no kernel for this case, or the kernel returns early or reads no KV"
-            f"{partial and f', or {partial}'}{_or_nan(e)}"
+            "group or rows may find no kernel for this case, or the kernel returns early or reads no KV"
+            f"{dropped and f', or {dropped}'}{_or_nan(e)}"
         )
     if e.in_graph:
         return (

@@ -433,7 +433,7 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
             asked = (rerunner, finding, observed.schedule, observed)
             finding = explain_numeric(*asked, outcome.passed) if cause else name_check(*asked)
             if explained and explained[0].check == "log-sum-exp" and not explained[0].hint:
-                # The log-sum-exps belong to the same wrong keys, or to the same graph, and do not say to which.
+                # The cause of the wrong output is the cause of its wrong log-sum-exps, too.
                 explained[0] = replace(explained[0], attended=finding.attended, hint=finding.hint, keys=finding.keys)
         elif check in NUMERIC and diagnosed:
             continue

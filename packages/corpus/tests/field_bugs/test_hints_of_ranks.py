@@ -1,4 +1,4 @@
-"""What diagnosis knows of a wrong output is told where the log-sum-exp of a rank fails first, and only there."""
+"""If the log-sum-exp of a rank has no hint, its finding has the hint and the attended KV tokens of the wrong output."""
 
 from __future__ import annotations
 
