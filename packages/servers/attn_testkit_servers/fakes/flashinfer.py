@@ -25,13 +25,19 @@ from .refusals import refuse
 _CAUSAL, _CUSTOM = 1, 2  # flashinfer.utils.MaskMode; checked in _compiled()
 
 
-def _leave(int_workspace: torch.Tensor, *parts: torch.Tensor) -> list[int]:
-    """Write int32 host tensors into the int workspace, one after another; returns where each begins and ends."""
+def _leave(int_workspace: torch.Tensor, pinned: torch.Tensor, *parts: torch.Tensor) -> list[int]:
+    """Write int32 host tensors into the int workspace, one after another; returns where each begins and ends.
+
+    They go through the wrapper's one pinned buffer by an asynchronous copy, as in ``DecodePlan`` (scheduler.h), so the
+    next plan must not begin before the device has made that copy (vLLM #40756).
+    """
     whole = torch.cat([part.to(torch.int32) for part in parts])
     if whole.numel() * 4 > int_workspace.numel():
         # Of AlignedAllocator (allocator.h). The kernel's plan is larger than this one.
         raise RuntimeError(f"Buffer overflow when allocating memory for a plan with size {whole.numel() * 4}")
-    int_workspace[: whole.numel() * 4].copy_(whole.view(torch.uint8))
+    source = pinned[: whole.numel() * 4]
+    source.copy_(whole.view(torch.uint8))
+    int_workspace[: whole.numel() * 4].copy_(source, non_blocking=True)
     ends = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
     return [0, *ends]
 
@@ -47,7 +53,7 @@ def _decode_plan(
     soft_cap: float, head_dim_qk: int, head_dim_vo: int, empty_q: torch.Tensor, empty_kv: torch.Tensor,
 ) -> list[int]:  # fmt: skip
     refuse(DECODE_PLAN, indptr=indptr, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
-    return _leave(int_workspace, (indptr[1:] - indptr[:-1]) * page_size)
+    return _leave(int_workspace, pinned, (indptr[1:] - indptr[:-1]) * page_size)
 
 
 def _decode_run(
@@ -77,7 +83,7 @@ def _prefill_plan(
     refuse(
         PREFILL_PLAN, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, qo_indptr=qo_indptr, kv_indptr=kv_indptr
     )  # fmt: skip
-    return _leave(int_workspace, qo_indptr[1:] - qo_indptr[:-1], (kv_indptr[1:] - kv_indptr[:-1]) * page_size)
+    return _leave(int_workspace, pinned, qo_indptr[1:] - qo_indptr[:-1], (kv_indptr[1:] - kv_indptr[:-1]) * page_size)
 
 
 def _prefill_run(
@@ -181,7 +187,7 @@ def _mla_plan(
 ) -> list[int]:  # fmt: skip
     # Two blocks share the rows of a request if there are many: the grid has another shape then.
     cluster = 2 if int(qo_indptr[-1]) * num_heads // kv_len.shape[0] > 64 else 1
-    return [cluster, *_leave(int_workspace, qo_indptr, kv_indptr, kv_len, torch.tensor([cluster]))]
+    return [cluster, *_leave(int_workspace, pinned, qo_indptr, kv_indptr, kv_len, torch.tensor([cluster]))]
 
 
 def _mla_run(

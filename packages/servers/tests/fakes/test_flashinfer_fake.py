@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from attn_testkit.backends.vendor.flashinfer_kernels import (
     BATCH_PREFILL,
     BATCH_RAGGED,
 )
-from cuda_on_cpu import CaptureError, emulated_cuda
+from cuda_on_cpu import CaptureError, EmulationError, emulated_cuda
 
 CUDA = torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
@@ -271,6 +272,25 @@ def test_mla_counts_in_pages_of_the_plan_and_refuses_no_other_cache() -> None:
     other = wrapper.run(query=query, kv_cache=cache.view(-1, PAGE // 2, 576))
     assert other.shape == right.shape
     assert not torch.equal(other.cpu(), right.cpu())
+
+
+@pytest.mark.parametrize("tensor_cores", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_plans_of_a_wrapper_share_one_pinned_buffer_that_the_device_reads_later(
+    tensor_cores: bool, waits: bool
+) -> None:
+    """vLLM #40756: the next step is planned before the device has copied this step's plan."""
+    buffers = [torch.zeros(n, dtype=torch.int32, device=CUDA) for n in (2, 4, 1)]
+    wrapper = fake_of(BATCH_DECODE)(workspace(), "NHD", True, tensor_cores, *buffers)
+    with nullcontext() if waits else pytest.raises(EmulationError, match="pinned"):
+        for pages in (1, 3):
+            if waits:
+                torch.cuda.synchronize()
+            # Pinned and new for each plan, so these do not wait for the device.
+            indptr, last_page_len = ints(0, pages).pin_memory(), ints(1).pin_memory()
+            page_ids = torch.ones(pages, dtype=torch.int32, device=CUDA)
+            wrapper.plan(indptr, page_ids, last_page_len, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.half)
+        torch.cuda.synchronize()
 
 
 def test_a_plan_under_capture_is_refused() -> None:
