@@ -20,7 +20,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from cuda_on_cpu.chosen_places import Places
-from cuda_on_cpu.errors import StrayAccessError
+from cuda_on_cpu.errors import EmulationError, StrayAccessError
 from cuda_on_cpu.policy import Policy
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, PINNED
@@ -30,6 +30,8 @@ from cuda_on_cpu.triton_races import Races, Written, acquiring, semantics_of
 Array = npt.NDArray[Any]
 _DEFAULT = Policy()
 _MOST_PLACES = 1 << 16
+_FAR = 1 << 24
+"""Bytes, or rounds of a loop, that an integer which no load defined leads to, and hardly any other."""
 Span = tuple[int, int]
 """First address, and the address after the last."""
 Touched = Callable[[int, int, int, bool, Callable[[], Places | None]], None]
@@ -50,6 +52,8 @@ class _Launch:
     touched: Touched | None = None
     poisons: bool = False
     """True if undefined elements of a masked load become NaN, or a large integer."""
+    poisoned: bool = False
+    """True once a masked load has left such an element."""
     races: Races | None = None
     atomic: bool = False
     """True while an atomic operation is done by loads and stores."""
@@ -159,9 +163,39 @@ def atomically() -> Iterator[None]:
 
 def undefined(element: Any, dtype: np.dtype[Any]) -> Any:
     """A number for undefined elements of a masked load. ``element``: its Triton type."""
-    if _local.launch is None or not _local.launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
+    launch = _local.launch
+    if launch is None or not launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
         return dtype.type(0)
+    launch.poisoned = True
     return _poison(element.is_floating(), dtype)
+
+
+@contextmanager
+def padding_with_zeros() -> Iterator[None]:
+    """Leave zeros where a load inside the block is masked, as for the tiles of block pointers, which Triton pads with
+    zeros on every device unless the kernel asks for NaN."""
+    launch = _local.launch
+    if launch is None:
+        yield
+        return
+    outer, launch.poisons = launch.poisons, False
+    try:
+        yield
+    finally:
+        launch.poisons = outer
+
+
+def refuse_undefined_rounds(number: int) -> int:
+    """``number``, an end of a loop. Raises EmulationError if only an undefined element of a masked load explains it."""
+    launch = _local.launch
+    if launch is not None and launch.poisoned and number > _FAR:
+        raise EmulationError(
+            f"a loop of triton kernel {launch.kernel}",
+            author_site(),
+            f"the loop ends at {number}, which comes from elements that a masked load without `other` leaves undefined",
+            "pass `other=0` to the masked load from which the number of rounds is computed",
+        )
+    return number
 
 
 @functools.cache
@@ -188,12 +222,20 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
         return first, end
     if owner is None and launch.everywhere is not None and _all_in(launch.everywhere, parts, size):
         return first, end
+    where, apart = _where(launch, first, end, base)
+    cure = (
+        "mask what follows the last row, and look at strides and offsets: a slot or page times a stride takes 64 bits"
+    )
+    if launch.poisoned and apart > _FAR:
+        cure = (
+            "probably a masked load of this launch needs `other=`: without it the elements that are masked off are "
+            "undefined, and one of them became part of the address"
+        )
     raise StrayAccessError(
         f"a {what} of triton kernel {launch.kernel}",
         author_site(),
-        f"a device would {does} {_where(launch, first, end, base)}: other memory of the process, or none",
-        "mask what follows the last row, and look at strides and offsets: a slot or a page times a stride takes "
-        "64 bits",
+        f"a device would {does} {where}: other memory of the process, or none",
+        cure,
     )
 
 
@@ -211,13 +253,13 @@ def _all_in(memory: Array, parts: Sequence[Array], size: int) -> bool:
     return bool(((row >= 0) & (addresses + size <= memory[row, 1])).all())
 
 
-def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
-    """The tensor whose pointer was used, or else the nearest one, and its distance from the access."""
+def _where(launch: _Launch, first: int, end: int, base: int | None) -> tuple[str, int]:
+    """The tensor whose pointer was used, or else the nearest one, and the bytes between it and the access."""
     if base not in launch.owners and launch.everywhere is not None:
-        return "an address that comes from a number, as in a table of pointers, and is in no memory of the device"
+        return "an address that comes from a number, as in a table of pointers, and is in no memory of the device", 0
     apart = [max(start - first, end - stop) for start, stop in launch.spans]
     if not apart:
-        return "memory that it was not given"
+        return "memory that it was not given", 0
     pointers = [tensor.data_ptr() for tensor in launch.given.values()]
     # The nearest memory may be any tensor: an offset that is wrong leads past several.
     nearest = pointers.index(base) if base in launch.owners else min(range(len(apart)), key=apart.__getitem__)
@@ -225,7 +267,7 @@ def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
     side = "before" if first < start and start - first >= end - stop else "behind"
     shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
     guess = "" if base in launch.owners else ", the nearest tensor"
-    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}"
+    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}", apart[nearest]
 
 
 def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
