@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from cuda_on_cpu import session
 from cuda_on_cpu.chosen_places import Places
 from cuda_on_cpu.errors import EmulationError, StrayAccessError
 from cuda_on_cpu.policy import Policy
+from cuda_on_cpu.private import disable_functions, is_gone, weak_reference
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, PINNED
 from cuda_on_cpu.triton_addresses import contents
@@ -30,6 +32,7 @@ from cuda_on_cpu.triton_races import Races, Written, acquiring, semantics_of
 Array = npt.NDArray[Any]
 _DEFAULT = Policy()
 _MOST_PLACES = 1 << 16
+_MOST_EXTENTS = 1 << 12
 _FAR = 1 << 24
 """Bytes, or rounds of a loop, that an integer which no load defined leads to, and hardly any other."""
 Span = tuple[int, int]
@@ -84,7 +87,11 @@ def looking_at_accesses(
     """
     storages = [_storage_of(tensor) for tensor in given.values()]
     spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
-    owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
+    spans = _confined(given.values(), spans)
+    owners: dict[int, Span] = {}
+    for tensor, (start, stop) in zip(given.values(), spans, strict=True):
+        known = owners.get(tensor.data_ptr(), (start, stop))  # two arguments may have one pointer
+        owners[tensor.data_ptr()] = min(start, known[0]), max(stop, known[1])
     outer = _local.launch
     _local.launch = _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison")
     races = _local.launch.races = Races(kernel, given, before) if policy.races else None
@@ -97,6 +104,48 @@ def looking_at_accesses(
 def _storage_of(tensor: Tensor) -> Span:
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def confine(*tensors: Tensor) -> None:
+    """Let a Triton kernel that gets a pointer into one of ``tensors`` use only memory from its first element to its
+    last, and not the rest of its storage.
+
+    Call it where a program hands a view over, for example the rows of a batch in a static buffer. A view of the view
+    may still use all of it. A later call with the same first element replaces the earlier one. Nothing happens outside
+    of ``emulated_cuda()``.
+    """
+    if not session.is_active():
+        return
+    extents = session.require().extents
+    with disable_functions():
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            storage = tensor.untyped_storage()
+            start, stop = _view_of(tensor)
+            if len(extents) >= _MOST_EXTENTS:
+                for key in [key for key, (weak, _) in extents.items() if is_gone(weak)]:
+                    del extents[key]
+                if len(extents) >= _MOST_EXTENTS:
+                    extents.clear()
+            extents[start] = weak_reference(storage), stop
+
+
+def _confined(given: Iterable[Tensor], spans: list[Span]) -> list[Span]:
+    """The spans of a launch, smaller where the program has confined the memory that a tensor lies in."""
+    extents = session.require().extents if session.is_active() else {}
+    if not extents:
+        return spans
+    known = [(start, stop) for start, (weak, stop) in extents.items() if not is_gone(weak)]
+    found = []
+    for tensor, span in zip(given, spans, strict=True):
+        first, end = _view_of(tensor)
+        around = [(start, stop) for start, stop in known if start <= first < end <= stop]
+        if around:
+            start, stop = min(start for start, _ in around), max(stop for _, stop in around)
+            span = max(start, span[0]), min(stop, span[1])
+        found.append(span)
+    return found
 
 
 def _view_of(tensor: Tensor) -> Span:
@@ -223,6 +272,9 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
     if owner is None and launch.everywhere is not None and _all_in(launch.everywhere, parts, size):
         return first, end
     where, apart = _where(launch, first, end, base)
+    rest = ": other memory of the process, or none"
+    if any(start <= first and end <= stop for start, stop in launch.storages):
+        rest = ", in a storage that the launch was given a part of: what is there belongs to other rows"
     cure = (
         "mask what follows the last row, and look at strides and offsets: a slot or page times a stride takes 64 bits"
     )
@@ -234,7 +286,7 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
     raise StrayAccessError(
         f"a {what} of triton kernel {launch.kernel}",
         author_site(),
-        f"a device would {does} {where}: other memory of the process, or none",
+        f"a device would {does} {where}{rest}",
         cure,
     )
 

@@ -241,6 +241,8 @@ class Pair:
     grid: int = 1
     undefined: bool = False
     bounds: str = "storage"
+    confined: tuple[int, ...] = ()
+    """Arguments that are handed over as views which a kernel may not leave."""
     options: tuple[tuple[str, int], ...] = ()
 
 
@@ -502,6 +504,33 @@ PAIRS = (
         r"store .* before the memory of out",
         bounds="view",
         options=TILE8,
+    ),
+    Pair(
+        "rows of another batch in a static buffer",
+        load_tile,
+        lambda: (part(slice(0, 16), 24), zeros(8), 8, 8),
+        lambda: (part(slice(0, 12), 24), zeros(8), 8, 8),
+        r"load .* up to 16 bytes behind the memory of x(.|\n)*a storage that the launch was given a part of",
+        confined=(0,),
+        options=TILE8,
+    ),
+    Pair(
+        "output of the request before",
+        store_tile,
+        lambda: (zeros(8), part(slice(8, 16), 24), 8, 0),
+        lambda: (zeros(8), part(slice(8, 16), 24), 8, -4),
+        r"store .* up to 16 bytes before the memory of out(.|\n)*a storage that the launch was given a part of",
+        confined=(1,),
+        options=TILE8,
+    ),
+    Pair(
+        "pages of a table of which a batch has fewer",
+        rows_of_pages,
+        lambda: (zeros(4, 8), part(slice(0, 3), 5).int(), whole(24), zeros(1), 3, 8),
+        lambda: (zeros(4, 8), zeros(5, dtype=torch.int32)[:2], whole(24), zeros(1), 3, 8),
+        r"load .* up to 4 bytes behind the memory of page_table",
+        confined=(1,),
+        options=(("PAGE", 8),),
     ),
     Pair(
         "walk below the start",

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from cuda_on_cpu import Policy, emulated_cuda
-from cuda_on_cpu.errors import EmulationError
+from cuda_on_cpu import Policy, confine, emulated_cuda
+from cuda_on_cpu.errors import EmulationError, StrayAccessError
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -24,6 +24,7 @@ def launched(pair, arguments, times=1):
     """Every argument after the kernel was launched."""
     with torch.no_grad(), emulated_cuda(policy=Policy(bounds=pair.bounds)):
         given = arguments()
+        confine(*(given[place] for place in pair.confined))
         for _ in range(times):
             pair.kernel[(pair.grid,)](*given, **dict(pair.options))
         return [value.cpu() if isinstance(value, torch.Tensor) else value for value in given]
@@ -61,6 +62,63 @@ def test_the_memory_of_a_view_is_all_of_its_storage_unless_the_view_is_asked_for
     pair = next(one for one in programs.PAIRS if one.bounds == "view")
     with torch.no_grad(), emulated_cuda():
         pair.kernel[(1,)](*pair.wrong(), **dict(pair.options))
+
+
+def load_tile(x, first):
+    out = torch.zeros(8, device="cuda")
+    programs.load_tile[(1,)](x, out, 8, first, TILE=8)
+
+
+def test_a_part_of_a_view_that_was_handed_over_may_use_all_of_the_view():
+    with torch.no_grad(), emulated_cuda():
+        buffer = torch.zeros(40, device="cuda")
+        confine(buffer[8:24])
+        load_tile(buffer[12:14], 4)
+        load_tile(buffer[12:14], -4)
+        load_tile(buffer, 30)  # a launch that was given everything
+        for first in (5, -5):
+            with pytest.raises(StrayAccessError, match="4 bytes"):
+                load_tile(buffer[12:14], first)
+
+
+def test_two_arguments_with_one_pointer_may_use_what_either_may():
+    with torch.no_grad(), emulated_cuda():
+        buffer = torch.zeros(24, device="cuda")
+        confine(buffer[:8])
+        programs.two_sides[(1,)](buffer, buffer[:8], torch.zeros(1, device="cuda"), 0, 20)
+        programs.two_sides[(1,)](buffer[:8], buffer, torch.zeros(1, device="cuda"), 0, 20)
+
+
+def test_the_rows_of_the_next_batch_replace_those_of_the_last():
+    with torch.no_grad(), emulated_cuda():
+        buffer = torch.zeros(24, device="cuda")
+        for rows in (16, 8, 16):
+            confine(buffer[:rows])
+            load_tile(buffer[:rows], rows - 8)
+            with pytest.raises(StrayAccessError, match="32 bytes behind the memory of x"):
+                load_tile(buffer[:rows], rows)
+
+
+def test_views_that_are_gone_confine_nothing(monkeypatch):
+    monkeypatch.setattr("cuda_on_cpu.triton_bounds._MOST_EXTENTS", 8)
+    with torch.no_grad(), emulated_cuda():
+        for _ in range(40):
+            confine(torch.zeros(24, device="cuda")[:8])
+            load_tile(torch.zeros(24, device="cuda")[:8], 8)
+    confine(torch.zeros(3))  # outside of the emulation
+
+
+def test_a_graph_may_not_leave_the_views_that_were_handed_over_either():
+    with torch.no_grad(), emulated_cuda():
+        buffer, first, out = torch.zeros(24, device="cuda"), programs.whole(0), torch.zeros(1, device="cuda")
+        confine(buffer[:8])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            programs.last_of[(1,)](buffer[:8], first.add_(8), out)
+        graph.replay()
+        first.fill_(1)
+        with pytest.raises(StrayAccessError, match="4 bytes behind the memory of x"):
+            graph.replay()
 
 
 def test_bounds_that_do_not_exist_are_refused():
