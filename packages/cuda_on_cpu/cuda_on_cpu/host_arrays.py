@@ -44,7 +44,7 @@ class PinnedArray(np.ndarray[Any, Any]):
         super().__setitem__(key, plain(value))
 
     def _touch(self, key: Any, writes: bool) -> None:
-        """Note the use of the elements that ``key`` names: a part of the array, or elements that indices or a mask choose."""
+        """Note the use of the elements that ``key`` names: a part, or elements that indices or a mask choose."""
         keys = key if isinstance(key, tuple) else (key,)
         part = super().__getitem__(keys if any(each is Ellipsis for each in keys) else (*keys, ...))
         if np.may_share_memory(part, self):

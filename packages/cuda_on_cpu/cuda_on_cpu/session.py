@@ -51,9 +51,9 @@ class Session:
     streams, kept once the program has its own stream or pinned memory; `handles` are those of streams that it
     created. `scratch`: addresses for which programs of a kernel may race, by the identity of their storage.
     `extents`: memory that a kernel may not leave once it has a pointer into it: the storage and the address after
-    its last byte, by its first address. `launched`: called with each launch of a Triton kernel. `operations`:
-    number of calls of torch that may have launched something. `before`: the stream of the last launch of a Triton
-    kernel, `operations` at that time, and the memory that it wrote. `late`: work that side streams have not begun.
+    its last byte, by its first address. `launched`: called with each launch of a Triton kernel. `before`: the
+    stream of the last launch of a Triton kernel, and the memory that it uses; None once anything else was launched
+    or waited for. `late`: work that side streams have not begun.
     """
 
     __slots__ = (
@@ -71,7 +71,6 @@ class Session:
         "late",
         "launched",
         "lenient",
-        "operations",
         "order",
         "policy",
         "scratch",
@@ -94,8 +93,7 @@ class Session:
         self.launched: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.scratch: dict[int, list[tuple[int, int]]] = {}
         self.extents: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.operations = 0
-        self.before: tuple[int, int, Any] | None = None
+        self.before: tuple[int, Any] | None = None
         self.handles = {default_stream.cuda_stream, capture_stream.cuda_stream}
         self.stream = self.default_stream = default_stream
         self.capture_stream = capture_stream
@@ -279,6 +277,7 @@ class Session:
         HostSyncError for a wait under `set_sync_debug_mode("error")` (a warning under "warn"). Returns if CUDA would
         let it happen.
         """
+        self.before = None
         if self.capture is None and not rule.eager:
             if not rule.says_whom:
                 self.host_waits()

@@ -27,11 +27,12 @@ from cuda_on_cpu.private import disable_functions, is_gone, weak_reference
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, PINNED
 from cuda_on_cpu.triton_addresses import contents
-from cuda_on_cpu.triton_races import Races, Written, acquiring, semantics_of
+from cuda_on_cpu.triton_races import Races, Used, acquiring, semantics_of
 
 Array = npt.NDArray[Any]
 _DEFAULT = Policy()
 _MOST_PLACES = 1 << 16
+WAITS, LETS_NEXT_BEGIN = "gdc_wait", "gdc_launch_dependents"
 _MOST_EXTENTS = 1 << 12
 _FAR = 1 << 24
 """Bytes, or rounds of a loop, that an integer which no load defined leads to, and hardly any other."""
@@ -77,12 +78,12 @@ def looking_at_accesses(
     given: Mapping[str, Tensor],
     touched: Touched | None = None,
     policy: Policy = _DEFAULT,
-    before: Written | None = None,
+    before: Used | None = None,
 ) -> Iterator[Races | None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
     ``policy`` determines the memory of a tensor, and undefined elements of a masked load. ``touched`` is called with
-    the memory of each load and store. ``before``: memory that the previous kernel wrote, which may still run. Yields
+    the memory of each load and store. ``before``: memory that the previous kernel uses, which may still run. Yields
     the detector of races, if there is one.
     """
     storages = [_storage_of(tensor) for tensor in given.values()]
@@ -347,12 +348,14 @@ def programs_named(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def barriers_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder's ``create_barrier``. ``whole_kernel``: wait for the kernel that was launched before (gdc_wait)."""
+    """The builder's ``create_barrier``. ``kernels``: what the program does about the kernel before or after it."""
 
-    def create_barrier(self: Any, whole_kernel: bool = False) -> None:
-        races = _races() if whole_kernel else None
-        if races is not None:
-            races.waited = True
+    def create_barrier(self: Any, kernels: str = "") -> None:
+        races = _races()
+        if races is not None and kernels == WAITS:
+            races.waits()
+        elif races is not None and kernels == LETS_NEXT_BEGIN:
+            races.has_let_next_begin = True
         stock(self)
 
     return create_barrier
