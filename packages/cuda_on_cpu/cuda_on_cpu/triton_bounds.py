@@ -27,6 +27,7 @@ from cuda_on_cpu.private import disable_functions, is_gone, weak_reference
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, PINNED
 from cuda_on_cpu.triton_addresses import contents
+from cuda_on_cpu.triton_lanes import Block
 from cuda_on_cpu.triton_races import Races, Used, acquiring, semantics_of
 
 Array = npt.NDArray[Any]
@@ -79,12 +80,13 @@ def looking_at_accesses(
     touched: Touched | None = None,
     policy: Policy = _DEFAULT,
     before: Used | None = None,
+    warps: int = 4,
 ) -> Iterator[Races | None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
     ``policy`` determines the memory of a tensor, and undefined elements of a masked load. ``touched`` is called with
-    the memory of each load and store. ``before``: memory that the previous kernel uses, which may still run. Yields
-    the detector of races, if there is one.
+    the memory of each load and store. ``before``: memory that the previous kernel uses, which may still run. ``warps``:
+    warps of a program. Yields the detector of races, if there is one.
     """
     storages = [_storage_of(tensor) for tensor in given.values()]
     spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
@@ -95,7 +97,7 @@ def looking_at_accesses(
         owners[tensor.data_ptr()] = min(start, known[0]), max(stop, known[1])
     outer = _local.launch
     _local.launch = _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison")
-    races = _local.launch.races = Races(kernel, given, before) if policy.races else None
+    races = _local.launch.races = Races(kernel, given, before, warps) if policy.races else None
     try:
         yield races
     finally:
@@ -157,19 +159,37 @@ def _view_of(tensor: Tensor) -> Span:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def look_at_load(parts: Sequence[Array], size: int, base: int | None = None, *, volatile: bool = False) -> None:
+def look_at_load(
+    parts: Sequence[Array],
+    size: int,
+    base: int | None = None,
+    *,
+    volatile: bool = False,
+    shape: tuple[int, ...] | None = None,
+    where: Any = ...,
+) -> None:
     """Check a load like ``look_at_store``. ``volatile``: the load may wait for a write of another program."""
     inside = _look(parts, size, base, "load", "read")
     races = _races()
     if inside is not None and races is not None:
-        races.read(parts, size, *inside, orders=volatile)
+        block = None if shape is None else Block(parts, shape, where)
+        races.read(parts, size, *inside, orders=volatile, block=block)
 
 
-def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, written: Array | None = None) -> None:
+def look_at_store(
+    parts: Sequence[Array],
+    size: int,
+    base: int | None = None,
+    written: Array | None = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    where: Any = ...,
+) -> None:
     """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
 
     ``base``: the kernel's argument from which the addresses were computed, if it is known. ``written``: the new values,
-    not yet in memory. Raises ``StrayAccessError``, and ``RaceError`` if another program uses the same memory.
+    not yet in memory. ``shape``: that of the block, of which only the elements of the index ``where`` are stored.
+    Raises ``StrayAccessError``, and ``RaceError`` if another program or thread uses the same memory.
     """
     inside = _look(parts, size, base, "store", "write")
     races = _races()
@@ -180,7 +200,8 @@ def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, wr
     if written is not None:
         addresses = np.broadcast_to(addresses, written.shape)
         changed = _differs(contents(addresses, size), written)
-    races.write(addresses.reshape(-1), size, *inside, changed.reshape(-1))
+    block = None if shape is None or written is None else Block(parts, shape, where)
+    races.write(addresses, size, *inside, changed, block)
 
 
 def _differs(before: Array | None, after: Array) -> Array:
@@ -352,6 +373,8 @@ def barriers_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def create_barrier(self: Any, kernels: str = "") -> None:
         races = _races()
+        if not kernels:
+            threads_meet()
         if races is not None and kernels == WAITS:
             races.waits()
         elif races is not None and kernels == LETS_NEXT_BEGIN:
@@ -359,6 +382,13 @@ def barriers_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
         stock(self)
 
     return create_barrier
+
+
+def threads_meet() -> None:
+    """The threads of the program that runs wait for each other."""
+    races = _races()
+    if races is not None:
+        races.threads_meet()
 
 
 def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,6 +416,7 @@ def exchanges_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _looked_at(run: Callable[[], Any], ptr: Any, addresses: Array, val: Any, semantics: tuple[Any, Any]) -> Any:
     """Do the atomic operation ``run``, and return its answer."""
+    threads_meet()
     size = np.asarray(val.data).itemsize
     inside = _look((addresses,), size, getattr(ptr, "base", None), "store", "write")
     races = None if inside is None else _races()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuda_on_cpu import session, triton_speed
-from cuda_on_cpu.triton_bounds import LETS_NEXT_BEGIN, WAITS
+from cuda_on_cpu.triton_bounds import LETS_NEXT_BEGIN, WAITS, threads_meet
 from cuda_on_cpu.triton_names import Twins, as_int, language_range_of, recorder_of
 from cuda_on_cpu.triton_paths import Kind
 from cuda_on_cpu.triton_record import Traced, Untraceable
@@ -191,6 +191,7 @@ def _apply_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, input: Any) -> Any:
         recorder = recorder_of(module)
         if recorder is None or not isinstance(input, tuple):
+            threads_meet()
             return stock(self, input)
         if not any(self.combine_fn is one for one in known):
             raise Untraceable("a reduction by a function of the kernel's own")

@@ -93,9 +93,12 @@ def _launch_of(
                 touched = _account_of(executor, given)
                 current = session.require()
                 before = _may_still_run(current) if kwargs.get("launch_pdl") else None
+                warps = kwargs.get("num_warps") or 4
                 current.before = None  # gives its memory back before as much is taken again
                 races = stack.enter_context(
-                    triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched, current.policy, before)
+                    triton_bounds.looking_at_accesses(
+                        executor.fn.__name__, given, touched, current.policy, before, warps
+                    )
                 )
                 current.before = None if races is None else (current.stream.cuda_stream, races.used)
             if programs is not None and session.is_active() and not executor.pre_run_hooks:

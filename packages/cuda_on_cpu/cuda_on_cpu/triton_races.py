@@ -23,6 +23,7 @@ from cuda_on_cpu.errors import RaceError
 from cuda_on_cpu.private import disable_functions
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, storage_key
+from cuda_on_cpu.triton_lanes import Block, Lanes
 
 Array = npt.NDArray[Any]
 
@@ -163,9 +164,10 @@ def _pieces(addresses: Array, size: int, width: int) -> Array:
 class Races:
     """The detector for one launch. Raises ``RaceError`` for every certain race."""
 
-    def __init__(self, kernel: str, given: Mapping[str, Tensor], before: Used | None = None) -> None:
+    def __init__(self, kernel: str, given: Mapping[str, Tensor], before: Used | None = None, warps: int = 4) -> None:
         """``before``: memory that the previous kernel uses, if this kernel may begin before that one has ended."""
         self.kernel = kernel
+        self._lanes = Lanes() if warps > 1 else None
         self.waited = False
         """True if the program has waited for the kernel before."""
         self.has_let_next_begin = False
@@ -197,8 +199,14 @@ class Races:
         self._first = self._epoch = 0
         self.begin((0, 0, 0))
 
+    def threads_meet(self) -> None:
+        """The threads of the program wait for each other."""
+        if self._lanes is not None:
+            self._lanes.meet()
+
     def begin(self, program: tuple[int, ...]) -> None:
         """Another program starts."""
+        self.threads_meet()
         self._program, self.waited, self.has_let_next_begin = program, False, False
         self._first = self._epoch = self._new_epoch()
 
@@ -207,13 +215,19 @@ class Races:
         self._before.append(before)
         return len(self._before) - 1
 
-    def read(self, parts: Sequence[Array], size: int, first: int, end: int, *, orders: bool = False) -> None:
+    def read(
+        self, parts: Sequence[Array], size: int, first: int, end: int, *, orders: bool = False, block: Block | None
+    ) -> None:
         """Note a load from all sums of one element of each of ``parts``. ``orders``: the load is volatile, like one
-        that waits for a flag.
+        that waits for a flag. ``block``: the elements that load, if they are known.
         """
         memory = self._memory(first, end)
         if memory is None:
             return
+        if block is not None and not orders and self._lanes is not None:
+            found = self._lanes.load(memory.start, block, size, first, end)
+            if found is not None:
+                self._refuse_lanes(memory, size, found, "load", "stores to")
         self._check_wait(memory, _addresses, parts, size, "load")
         if orders:
             self._wait(memory, _addresses(parts), size)
@@ -225,9 +239,15 @@ class Races:
             memory.log.append((addresses, size, self._epoch))
             memory.logged += addresses.nbytes
 
-    def write(self, addresses: Array, size: int, first: int, end: int, differs: Array) -> None:
-        """Note a store. ``differs``: True where the new value differs from the present one."""
+    def write(self, addresses: Array, size: int, first: int, end: int, differs: Array, block: Block | None) -> None:
+        """Note a store. ``differs``: True where the new value differs from the present one. ``block``: the elements
+        that store, if they are known."""
         memory = self._memory(first, end)
+        if memory is not None and block is not None and self._lanes is not None:
+            found = self._lanes.store(memory.start, block, size, first, end, differs)
+            if found is not None:
+                self._refuse_lanes(memory, size, found[0], "store", found[1])
+        addresses, differs = addresses.reshape(-1), differs.reshape(-1)
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is None or places is None:
             return
@@ -364,6 +384,21 @@ class Races:
             "come first on a device",
             "give each program its own memory, launch a second kernel, or let an atomic operation with acquire and "
             "release semantics order them (a ticket that the last program sees, a lock)",
+        )
+
+    def _refuse_lanes(self, memory: _Memory, size: int, address: int, does: str, did: str) -> None:
+        """Raise for an address that two threads of the program use, unless it was declared to be scratch."""
+        kept = self._kept(np.array([address]))
+        if kept is not None and not kept[0]:
+            return
+        raise RaceError(
+            f"a {does} of triton kernel {self.kernel}",
+            author_site(),
+            f"program {self._program} uses {self._element(memory, size, (address - memory.start) // size)}, which "
+            f"another element of its blocks {did} with no barrier between; the two may be in different warps, which "
+            "run at once, so either may come first on a device",
+            "call tl.debug_barrier() between the two, let one element of blocks of one shape use the location both "
+            "times, or launch with num_warps=1",
         )
 
     def waits(self) -> None:
