@@ -33,6 +33,7 @@ from cuda_on_cpu.policy import LIMITS, Policy
 from cuda_on_cpu.session import is_active
 from cuda_on_cpu.streams import orderly_stream
 from cuda_on_cpu.tags import DEVICE
+from cuda_on_cpu.triton_bounds import confine
 from cuda_on_cpu.triton_races import scratch
 
 add_device_memory = DEVICE.add
@@ -49,6 +50,7 @@ __all__ = [
     "StrayAccessError",
     "add_device_memory",
     "compiled_regions_run",
+    "confine",
     "emulated_cuda",
     "is_active",
     "note_grids",

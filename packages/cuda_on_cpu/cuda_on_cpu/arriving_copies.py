@@ -2,8 +2,8 @@
 
 On a GPU such a copy is made when the device reaches it; until then the host reads the old contents. Here it is made at
 once, and its bytes are held back until the host waits for the copy's stream, or for an event after it. An earlier host
-operation that reads or writes the memory is refused. A read that the emulation cannot see (through numpy, for instance)
-gets the old bytes.
+operation that reads or writes the memory is refused, also through NumPy. A read that the emulation cannot see (through
+ctypes, for instance) gets the old bytes.
 """
 
 from __future__ import annotations

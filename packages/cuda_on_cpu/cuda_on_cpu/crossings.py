@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cuda_on_cpu import private, rules
 from cuda_on_cpu.compiled import in_compiled_region
+from cuda_on_cpu.errors import spell
+from cuda_on_cpu.host_arrays import PinnedArray, is_read
 from cuda_on_cpu.memory import fill_storage
 from cuda_on_cpu.session import Session
 from cuda_on_cpu.sites import author_site
@@ -121,13 +123,19 @@ def _get_device(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict
 
 def _numpy(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_device(args[0]):
-        return NotImplemented
+        return _of_pinned(func, args, kwargs) if is_pinned(args[0]) else NotImplemented
     if kwargs.get("force"):
         return copy_across(session, args[0], None, False, False).numpy(force=True)
     raise TypeError(
         "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
         f" [at {author_site()}]"
     )
+
+
+def _of_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with private.disable_functions():
+        found = func(*args, **kwargs)
+    return found.view(PinnedArray) if func is Tensor.numpy else found  # NumPy makes ordinary arrays of others
 
 
 def _tolist(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,6 +202,8 @@ def _make(
     pinned = bool(kwargs.get("pin_memory"))
     plain = {**kwargs, "pin_memory": False} if pinned else dict(kwargs)
     plain["device"] = _CPU
+    if target or func is torch.tensor:
+        is_read(data, spell(func))
     if session.strict and _holds_device(data):
         session.refuse(rules.HOST_READ, "a tensor made from a list of device tensors")
     if target and session.strict and type(data) in _NUMBERS and in_compiled_region():

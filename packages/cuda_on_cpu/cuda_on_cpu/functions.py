@@ -21,7 +21,7 @@ from cuda_on_cpu.reads_nothing import reads_nothing
 from cuda_on_cpu.recorder import Watcher
 from cuda_on_cpu.rules import CHECKED_ON_CPU_ONLY
 from cuda_on_cpu.session import Session
-from cuda_on_cpu.shortcuts import has_numbers_alone, only_looks, operation_of
+from cuda_on_cpu.shortcuts import has_numbers_alone, launches_nothing, only_looks, operation_of
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, storage_key, tag_device, wants_cuda
 from cuda_on_cpu.transfers import adopt, mixed_devices
@@ -134,7 +134,8 @@ class DeviceFunctions(TorchFunctionMode):
         if way is _ASK:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs, session = kwargs or _NO_KEYWORDS, self.session
-        session.operations += 1
+        if session.before is not None and not launches_nothing(func, args):
+            session.before = None
         strict = (
             session.capture is not None
             or session.order is not None

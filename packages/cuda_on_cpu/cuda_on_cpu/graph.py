@@ -198,6 +198,8 @@ class EmulatedGraph:
         if order is not None and current is not None:
             self._work = order.mark(current.stream.cuda_stream)
         self._replays += 1
+        if current is not None:
+            current.before = None
 
     def _tell(self, order: StreamOrder, stream: int, capture: Capture) -> None:
         """Report a replay to the order of streams, before it runs."""

@@ -15,7 +15,7 @@ from cuda_on_cpu.capture import Capture
 from cuda_on_cpu.errors import CaptureError, EmulationError, HostSyncError, spell
 from cuda_on_cpu.late_work import LateWork
 from cuda_on_cpu.policy import Policy
-from cuda_on_cpu.private import disable_functions, disable_modes
+from cuda_on_cpu.private import StorageWeakRef, disable_functions, disable_modes
 from cuda_on_cpu.rule import Rule
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.stream_order import StreamOrder
@@ -45,14 +45,15 @@ class Session:
     """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it.
 
     `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` the default stream of
-    torch.cuda.graph. `called` is the function of torch that the author called, in case an error needs it. `creating`:
-    operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on
-    the host and the CUDA one does not, so reading them is not an error. `order`: the order of streams, kept once the
-    program has its own stream or pinned memory; `handles` are those of streams that it created. `scratch`: addresses
-    for which programs of a kernel may race, by the identity of their storage. `launched`: called with each launch of a
-    Triton kernel. `operations`: number of calls of torch that may have launched something. `before`: the stream of the
-    last launch of a Triton kernel, `operations` at that time, and the memory that it wrote. `late`: work that side
-    streams have not begun.
+    torch.cuda.graph. `called` is the function of torch that the author called, in case an error needs it.
+    `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now
+    checks values on the host and the CUDA one does not, so reading them is not an error. `order`: the order of
+    streams, kept once the program has its own stream or pinned memory; `handles` are those of streams that it
+    created. `scratch`: addresses for which programs of a kernel may race, by the identity of their storage.
+    `extents`: memory that a kernel may not leave once it has a pointer into it: the storage and the address after
+    its last byte, by its first address. `launched`: called with each launch of a Triton kernel. `before`: the
+    stream of the last launch of a Triton kernel, and the memory that it uses; None once anything else was launched
+    or waited for. `late`: work that side streams have not begun.
     """
 
     __slots__ = (
@@ -64,12 +65,12 @@ class Session:
         "capture_stream",
         "creating",
         "default_stream",
+        "extents",
         "function_mode",
         "handles",
         "late",
         "launched",
         "lenient",
-        "operations",
         "order",
         "policy",
         "scratch",
@@ -91,8 +92,8 @@ class Session:
         self.order: StreamOrder | None = None
         self.launched: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.scratch: dict[int, list[tuple[int, int]]] = {}
-        self.operations = 0
-        self.before: tuple[int, int, Any] | None = None
+        self.extents: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.before: tuple[int, Any] | None = None
         self.handles = {default_stream.cuda_stream, capture_stream.cuda_stream}
         self.stream = self.default_stream = default_stream
         self.capture_stream = capture_stream
@@ -276,6 +277,7 @@ class Session:
         HostSyncError for a wait under `set_sync_debug_mode("error")` (a warning under "warn"). Returns if CUDA would
         let it happen.
         """
+        self.before = None
         if self.capture is None and not rule.eager:
             if not rule.says_whom:
                 self.host_waits()

@@ -26,6 +26,12 @@ VIEWS = frozenset(
 )  # fmt: skip
 """Functions that, with plain numbers, return memory of their first argument, run no kernel and read no value."""
 
+_WITHOUT_CONTENTS = frozenset(
+    {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided, Tensor.view_as,
+     Tensor.expand_as}
+)  # fmt: skip
+_LOOKS_IF_CONTIGUOUS = frozenset({Tensor.contiguous, Tensor.reshape, Tensor.flatten})
+
 _BINARY = {
     Tensor.add: (_aten.add.Tensor, _aten.add.Tensor),
     Tensor.sub: (_aten.sub.Tensor, _aten.sub.Tensor),
@@ -78,6 +84,15 @@ def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
     if type(args[0]) is not Tensor:  # a subclass may do anything
         return False
     return has_numbers_alone(args) if func in VIEWS else func is Tensor.__getitem__ and _is_basic(args[1])
+
+
+def launches_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """True if a call starts no kernel: it makes memory without contents, or looks at the memory of its argument."""
+    if func in _WITHOUT_CONTENTS:
+        return True
+    if not args or type(args[0]) is not Tensor:
+        return False
+    return only_looks(func, args) or (func in _LOOKS_IF_CONTIGUOUS and args[0].is_contiguous())
 
 
 def has_numbers_alone(args: tuple[Any, ...]) -> bool:

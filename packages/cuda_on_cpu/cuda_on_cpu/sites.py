@@ -1,4 +1,4 @@
-"""Places in the author's own code: the first frame that is not torch, triton or this package.
+"""Places in the author's own code: the first frame that is not torch, triton, numpy or this package.
 
 Every allocation and every recorded operation notes its place, but few are ever read: a `Spot` is quickly made from a
 running frame, and becomes a `Site` when it is read.
@@ -13,10 +13,12 @@ import sys
 from types import CodeType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 _STDLIB_GLUE = frozenset(os.path.abspath(module.__file__) for module in (contextlib, functools) if module.__file__)
 
 
@@ -38,7 +40,7 @@ UNKNOWN = Site("<unknown>", 0, "?")
 @functools.cache
 def _is_machinery(name: str) -> bool:
     return (
-        name.startswith((_TORCH, "<frozen", "<eval_with_key>"))
+        name.startswith((_TORCH, _NUMPY, "<frozen", "<eval_with_key>", "<__array_function__"))
         or f"{os.sep}torchinductor_" in name
         or os.path.dirname(name) == _HERE
         or f"{os.sep}triton{os.sep}" in name

@@ -121,6 +121,7 @@ class Event:
     def record(self, stream: StreamState | None = None) -> None:
         """Mark the work issued so far on `stream`, the current one if None."""
         current = session.require()
+        current.before = None
         self.stream = stream or current.stream
         self.capture = self.stream.capture if current.captures(self.stream.capture) else None
         self.seen = dict(self.stream.seen)
@@ -138,6 +139,7 @@ class Event:
         the capture waits for work outside it.
         """
         current = session.require()
+        current.before = None
         waiting = stream or current.stream
         if self.stream is None or self.stream is waiting:
             return

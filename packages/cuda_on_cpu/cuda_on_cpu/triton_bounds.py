@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +19,24 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from cuda_on_cpu import session
 from cuda_on_cpu.chosen_places import Places
-from cuda_on_cpu.errors import StrayAccessError
+from cuda_on_cpu.errors import EmulationError, StrayAccessError
 from cuda_on_cpu.policy import Policy
+from cuda_on_cpu.private import disable_functions, is_gone, weak_reference
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, PINNED
 from cuda_on_cpu.triton_addresses import contents
-from cuda_on_cpu.triton_races import Races, Written, acquiring, semantics_of
+from cuda_on_cpu.triton_lanes import Block
+from cuda_on_cpu.triton_races import Races, Used, acquiring, semantics_of
 
 Array = npt.NDArray[Any]
 _DEFAULT = Policy()
 _MOST_PLACES = 1 << 16
+WAITS, LETS_NEXT_BEGIN = "gdc_wait", "gdc_launch_dependents"
+_MOST_EXTENTS = 1 << 12
+_FAR = 1 << 24
+"""Bytes, or rounds of a loop, that an integer which no load defined leads to, and hardly any other."""
 Span = tuple[int, int]
 """First address, and the address after the last."""
 Touched = Callable[[int, int, int, bool, Callable[[], Places | None]], None]
@@ -50,6 +57,8 @@ class _Launch:
     touched: Touched | None = None
     poisons: bool = False
     """True if undefined elements of a masked load become NaN, or a large integer."""
+    poisoned: bool = False
+    """True once a masked load has left such an element."""
     races: Races | None = None
     atomic: bool = False
     """True while an atomic operation is done by loads and stores."""
@@ -70,20 +79,25 @@ def looking_at_accesses(
     given: Mapping[str, Tensor],
     touched: Touched | None = None,
     policy: Policy = _DEFAULT,
-    before: Written | None = None,
+    before: Used | None = None,
+    warps: int = 4,
 ) -> Iterator[Races | None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
     ``policy`` determines the memory of a tensor, and undefined elements of a masked load. ``touched`` is called with
-    the memory of each load and store. ``before``: memory that the previous kernel wrote, which may still run. Yields
-    the detector of races, if there is one.
+    the memory of each load and store. ``before``: memory that the previous kernel uses, which may still run. ``warps``:
+    warps of a program. Yields the detector of races, if there is one.
     """
     storages = [_storage_of(tensor) for tensor in given.values()]
     spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
-    owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
+    spans = _confined(given.values(), spans)
+    owners: dict[int, Span] = {}
+    for tensor, (start, stop) in zip(given.values(), spans, strict=True):
+        known = owners.get(tensor.data_ptr(), (start, stop))  # two arguments may have one pointer
+        owners[tensor.data_ptr()] = min(start, known[0]), max(stop, known[1])
     outer = _local.launch
     _local.launch = _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison")
-    races = _local.launch.races = Races(kernel, given, before) if policy.races else None
+    races = _local.launch.races = Races(kernel, given, before, warps) if policy.races else None
     try:
         yield races
     finally:
@@ -95,6 +109,48 @@ def _storage_of(tensor: Tensor) -> Span:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
+def confine(*tensors: Tensor) -> None:
+    """Let a Triton kernel that gets a pointer into one of ``tensors`` use only memory from its first element to its
+    last, and not the rest of its storage.
+
+    Call it where a program hands a view over, for example the rows of a batch in a static buffer. A view of the view
+    may still use all of it. A later call with the same first element replaces the earlier one. Nothing happens outside
+    of ``emulated_cuda()``.
+    """
+    if not session.is_active():
+        return
+    extents = session.require().extents
+    with disable_functions():
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            storage = tensor.untyped_storage()
+            start, stop = _view_of(tensor)
+            if len(extents) >= _MOST_EXTENTS:
+                for key in [key for key, (weak, _) in extents.items() if is_gone(weak)]:
+                    del extents[key]
+                if len(extents) >= _MOST_EXTENTS:
+                    extents.clear()
+            extents[start] = weak_reference(storage), stop
+
+
+def _confined(given: Iterable[Tensor], spans: list[Span]) -> list[Span]:
+    """The spans of a launch, smaller where the program has confined the memory that a tensor lies in."""
+    extents = session.require().extents if session.is_active() else {}
+    if not extents:
+        return spans
+    known = [(start, stop) for start, (weak, stop) in extents.items() if not is_gone(weak)]
+    found = []
+    for tensor, span in zip(given, spans, strict=True):
+        first, end = _view_of(tensor)
+        around = [(start, stop) for start, stop in known if start <= first < end <= stop]
+        if around:
+            start, stop = min(start for start, _ in around), max(stop for _, stop in around)
+            span = max(start, span[0]), min(stop, span[1])
+        found.append(span)
+    return found
+
+
 def _view_of(tensor: Tensor) -> Span:
     start = tensor.data_ptr()
     if not tensor.numel():
@@ -103,19 +159,37 @@ def _view_of(tensor: Tensor) -> Span:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def look_at_load(parts: Sequence[Array], size: int, base: int | None = None, *, volatile: bool = False) -> None:
+def look_at_load(
+    parts: Sequence[Array],
+    size: int,
+    base: int | None = None,
+    *,
+    volatile: bool = False,
+    shape: tuple[int, ...] | None = None,
+    where: Any = ...,
+) -> None:
     """Check a load like ``look_at_store``. ``volatile``: the load may wait for a write of another program."""
     inside = _look(parts, size, base, "load", "read")
     races = _races()
     if inside is not None and races is not None:
-        races.read(parts, size, *inside, orders=volatile)
+        block = None if shape is None else Block(parts, shape, where)
+        races.read(parts, size, *inside, orders=volatile, block=block)
 
 
-def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, written: Array | None = None) -> None:
+def look_at_store(
+    parts: Sequence[Array],
+    size: int,
+    base: int | None = None,
+    written: Array | None = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    where: Any = ...,
+) -> None:
     """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
 
     ``base``: the kernel's argument from which the addresses were computed, if it is known. ``written``: the new values,
-    not yet in memory. Raises ``StrayAccessError``, and ``RaceError`` if another program uses the same memory.
+    not yet in memory. ``shape``: that of the block, of which only the elements of the index ``where`` are stored.
+    Raises ``StrayAccessError``, and ``RaceError`` if another program or thread uses the same memory.
     """
     inside = _look(parts, size, base, "store", "write")
     races = _races()
@@ -126,7 +200,8 @@ def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, wr
     if written is not None:
         addresses = np.broadcast_to(addresses, written.shape)
         changed = _differs(contents(addresses, size), written)
-    races.write(addresses.reshape(-1), size, *inside, changed.reshape(-1))
+    block = None if shape is None or written is None else Block(parts, shape, where)
+    races.write(addresses, size, *inside, changed, block)
 
 
 def _differs(before: Array | None, after: Array) -> Array:
@@ -159,9 +234,39 @@ def atomically() -> Iterator[None]:
 
 def undefined(element: Any, dtype: np.dtype[Any]) -> Any:
     """A number for undefined elements of a masked load. ``element``: its Triton type."""
-    if _local.launch is None or not _local.launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
+    launch = _local.launch
+    if launch is None or not launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
         return dtype.type(0)
+    launch.poisoned = True
     return _poison(element.is_floating(), dtype)
+
+
+@contextmanager
+def padding_with_zeros() -> Iterator[None]:
+    """Leave zeros where a load inside the block is masked, as for the tiles of block pointers, which Triton pads with
+    zeros on every device unless the kernel asks for NaN."""
+    launch = _local.launch
+    if launch is None:
+        yield
+        return
+    outer, launch.poisons = launch.poisons, False
+    try:
+        yield
+    finally:
+        launch.poisons = outer
+
+
+def refuse_undefined_rounds(number: int) -> int:
+    """``number``, an end of a loop. Raises EmulationError if only an undefined element of a masked load explains it."""
+    launch = _local.launch
+    if launch is not None and launch.poisoned and number > _FAR:
+        raise EmulationError(
+            f"a loop of triton kernel {launch.kernel}",
+            author_site(),
+            f"the loop ends at {number}, which comes from elements that a masked load without `other` leaves undefined",
+            "pass `other=0` to the masked load from which the number of rounds is computed",
+        )
+    return number
 
 
 @functools.cache
@@ -188,12 +293,23 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
         return first, end
     if owner is None and launch.everywhere is not None and _all_in(launch.everywhere, parts, size):
         return first, end
+    where, apart = _where(launch, first, end, base)
+    rest = ": other memory of the process, or none"
+    if any(start <= first and end <= stop for start, stop in launch.storages):
+        rest = ", in a storage that the launch was given a part of: what is there belongs to other rows"
+    cure = (
+        "mask what follows the last row, and look at strides and offsets: a slot or page times a stride takes 64 bits"
+    )
+    if launch.poisoned and apart > _FAR:
+        cure = (
+            "probably a masked load of this launch needs `other=`: without it the elements that are masked off are "
+            "undefined, and one of them became part of the address"
+        )
     raise StrayAccessError(
         f"a {what} of triton kernel {launch.kernel}",
         author_site(),
-        f"a device would {does} {_where(launch, first, end, base)}: other memory of the process, or none",
-        "mask what follows the last row, and look at strides and offsets: a slot or a page times a stride takes "
-        "64 bits",
+        f"a device would {does} {where}{rest}",
+        cure,
     )
 
 
@@ -211,13 +327,13 @@ def _all_in(memory: Array, parts: Sequence[Array], size: int) -> bool:
     return bool(((row >= 0) & (addresses + size <= memory[row, 1])).all())
 
 
-def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
-    """The tensor whose pointer was used, or else the nearest one, and its distance from the access."""
+def _where(launch: _Launch, first: int, end: int, base: int | None) -> tuple[str, int]:
+    """The tensor whose pointer was used, or else the nearest one, and the bytes between it and the access."""
     if base not in launch.owners and launch.everywhere is not None:
-        return "an address that comes from a number, as in a table of pointers, and is in no memory of the device"
+        return "an address that comes from a number, as in a table of pointers, and is in no memory of the device", 0
     apart = [max(start - first, end - stop) for start, stop in launch.spans]
     if not apart:
-        return "memory that it was not given"
+        return "memory that it was not given", 0
     pointers = [tensor.data_ptr() for tensor in launch.given.values()]
     # The nearest memory may be any tensor: an offset that is wrong leads past several.
     nearest = pointers.index(base) if base in launch.owners else min(range(len(apart)), key=apart.__getitem__)
@@ -225,7 +341,7 @@ def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
     side = "before" if first < start and start - first >= end - stop else "behind"
     shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
     guess = "" if base in launch.owners else ", the nearest tensor"
-    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}"
+    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}", apart[nearest]
 
 
 def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,15 +369,26 @@ def programs_named(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def barriers_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder's ``create_barrier``. ``whole_kernel``: wait for the kernel that was launched before (gdc_wait)."""
+    """The builder's ``create_barrier``. ``kernels``: what the program does about the kernel before or after it."""
 
-    def create_barrier(self: Any, whole_kernel: bool = False) -> None:
-        races = _races() if whole_kernel else None
-        if races is not None:
-            races.waited = True
+    def create_barrier(self: Any, kernels: str = "") -> None:
+        races = _races()
+        if not kernels:
+            threads_meet()
+        if races is not None and kernels == WAITS:
+            races.waits()
+        elif races is not None and kernels == LETS_NEXT_BEGIN:
+            races.has_let_next_begin = True
         stock(self)
 
     return create_barrier
+
+
+def threads_meet() -> None:
+    """The threads of the program that runs wait for each other."""
+    races = _races()
+    if races is not None:
+        races.threads_meet()
 
 
 def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,6 +416,7 @@ def exchanges_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _looked_at(run: Callable[[], Any], ptr: Any, addresses: Array, val: Any, semantics: tuple[Any, Any]) -> Any:
     """Do the atomic operation ``run``, and return its answer."""
+    threads_meet()
     size = np.asarray(val.data).itemsize
     inside = _look((addresses,), size, getattr(ptr, "base", None), "store", "write")
     races = None if inside is None else _races()

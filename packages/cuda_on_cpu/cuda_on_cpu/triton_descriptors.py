@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_on_cpu.triton_bounds import atomically
+from cuda_on_cpu.triton_bounds import atomically, padding_with_zeros
 
 Replacement = tuple[Any, str, Any]
 _NAN = 0x7FFF
@@ -64,7 +64,8 @@ def _tensor_pointer_load(module: Any, stock: Callable[..., Any]) -> Callable[...
         self: Any, ptr: Any, boundary_check: Any, padding_option: Any, *policy: Any, **named: Any
     ) -> Any:
         if named or padding_option != nan or ptr.base.get_element_ty().name != "bf16":
-            return stock(self, ptr, boundary_check, padding_option, *policy, **named)
+            with padding_with_zeros():
+                return stock(self, ptr, boundary_check, padding_option, *policy, **named)
         return _padded(module, self, ptr.materialize_pointers(boundary_check), *policy)
 
     return create_tensor_pointer_load

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuda_on_cpu import session, triton_speed
+from cuda_on_cpu.triton_bounds import LETS_NEXT_BEGIN, WAITS, threads_meet
 from cuda_on_cpu.triton_names import Twins, as_int, language_range_of, recorder_of
 from cuda_on_cpu.triton_paths import Kind
 from cuda_on_cpu.triton_record import Traced, Untraceable
@@ -96,16 +97,16 @@ def language_replacements(module: Any) -> list[Replacement]:
 
 def _dependent_launches(module: Any) -> list[Replacement]:
     """Calls with which kernels overlap (programmatic dependent launch). Here each kernel begins when the previous one
-    has ended, so a wait is only reported to the detector of races."""
+    has ended, so the calls are only reported to the detector of races."""
     cuda = module.tl.extra.cuda
 
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
     def wait(*_: Any, **__: Any) -> None:
-        module.interpreter_semantic.builder.create_barrier(True)
+        module.interpreter_semantic.builder.create_barrier(WAITS)
 
-    calls = (("gdc_wait", wait), ("gdc_launch_dependents", nothing))
+    def let_next_begin(*_: Any, **__: Any) -> None:
+        module.interpreter_semantic.builder.create_barrier(LETS_NEXT_BEGIN)
+
+    calls = (("gdc_wait", wait), ("gdc_launch_dependents", let_next_begin))
     return [(cuda, name, call) for name, call in calls if hasattr(cuda, name)]
 
 
@@ -190,6 +191,7 @@ def _apply_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, input: Any) -> Any:
         recorder = recorder_of(module)
         if recorder is None or not isinstance(input, tuple):
+            threads_meet()
             return stock(self, input)
         if not any(self.combine_fn is one for one in known):
             raise Untraceable("a reduction by a function of the kernel's own")

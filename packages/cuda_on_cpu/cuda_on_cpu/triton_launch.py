@@ -93,12 +93,14 @@ def _launch_of(
                 touched = _account_of(executor, given)
                 current = session.require()
                 before = _may_still_run(current) if kwargs.get("launch_pdl") else None
+                warps = kwargs.get("num_warps") or 4
                 current.before = None  # gives its memory back before as much is taken again
                 races = stack.enter_context(
-                    triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched, current.policy, before)
+                    triton_bounds.looking_at_accesses(
+                        executor.fn.__name__, given, touched, current.policy, before, warps
+                    )
                 )
-                wrote = None if races is None else races.written()
-                current.before = current.stream.cuda_stream, current.operations, wrote
+                current.before = None if races is None else (current.stream.cuda_stream, races.used)
             if programs is not None and session.is_active() and not executor.pre_run_hooks:
                 programs.launch(executor, args, kwargs)
                 return
@@ -132,9 +134,9 @@ def _launch_of(
 
 
 def _may_still_run(current: session.Session) -> Any:
-    """Memory that the last launch of the stream wrote; None if something else has been launched since."""
-    stream, operations, written = current.before or (0, -1, None)
-    return written if (stream, operations) == (current.stream.cuda_stream, current.operations) else None
+    """Memory that the last launch of the stream uses; None if something else has been launched since."""
+    stream, used = current.before or (None, None)
+    return used if stream == current.stream.cuda_stream else None
 
 
 def _sized(

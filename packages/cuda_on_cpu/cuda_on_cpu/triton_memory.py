@@ -190,7 +190,7 @@ def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
     def create_load(self: Any, ptr: Any, *rest: Any, **named: Any) -> Any:
         at = _as_pointers(ptr, pointers)
         dtype = module._get_np_dtype(at.element)
-        look_at_load(at.parts, dtype.itemsize, at.base, volatile=_is_volatile(rest))
+        look_at_load(at.parts, dtype.itemsize, at.base, volatile=_is_volatile(rest), shape=at.shape)
         found = read(places_of(at.parts, dtype.itemsize), dtype)
         if found is None:
             return stock(self, ptr, *rest, **named)
@@ -209,7 +209,7 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
             _everything_looked_at(look_at_load, at, mask, dtype.itemsize)
             return stock(self, ptrs, mask, other, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
-        look_at_load(parts, dtype.itemsize, at.base, volatile=_is_volatile(rest))
+        look_at_load(parts, dtype.itemsize, at.base, volatile=_is_volatile(rest), shape=at.shape, where=where)
         live = read(places_of(parts, dtype.itemsize), dtype)
         if live is None:
             return stock(self, ptrs, mask, other, *rest, **named)
@@ -234,7 +234,7 @@ def _masked_store_of(pointers: Any, stock: Any) -> Any:
             return stock(self, ptrs, value, mask, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
         written = values[where]
-        look_at_store(parts, values.itemsize, at.base, written)
+        look_at_store(parts, values.itemsize, at.base, written, shape=at.shape, where=where)
         places = places_of(parts, values.itemsize)
         if places is None:
             return stock(self, ptrs, value, mask, *rest, **named)

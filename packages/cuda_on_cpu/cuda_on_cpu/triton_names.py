@@ -18,6 +18,7 @@ import numpy as np
 
 from cuda_on_cpu.errors import EmulationError
 from cuda_on_cpu.sites import author_site
+from cuda_on_cpu.triton_bounds import refuse_undefined_rounds
 from cuda_on_cpu.triton_numbers import python_number
 from cuda_on_cpu.triton_paths import Kind
 from cuda_on_cpu.triton_record import Number, Recorder, Untraceable, identity
@@ -59,8 +60,8 @@ def recorder_of(module: Any) -> Recorder | None:
 
 
 def as_int(handle: Any) -> int:
-    """The number of a tensor of one element."""
-    return int(np.squeeze(handle.data))
+    """The number of a tensor of one element. Raises EmulationError for an end of a loop that no load defined."""
+    return refuse_undefined_rounds(int(np.squeeze(handle.data)))
 
 
 def range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,9 @@ class Kind(enum.Enum):
     """Memory is read or written, or something is printed: done once, in the order of the program."""
     DECISION = enum.auto()
     """The kernel's Python saw the result."""
+    ORDER = enum.auto()
+    """Says something of the calls around it: made by every program in its place, and once more by one that begins
+    again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class _Step:
     out: int
     level: int
     is_effect: bool
+    is_order: bool = False
 
 
 class _Node:
@@ -144,7 +148,7 @@ class Paths:
         level = max((self._levels[arg] for arg in args), default=_CONSTANT)
         if call.kind is Kind.LAUNCH:
             level = max(level, _PER_LAUNCH)
-        elif call.kind in (Kind.PROGRAM, Kind.EFFECT):
+        elif call.kind in (Kind.PROGRAM, Kind.EFFECT, Kind.ORDER):
             level = _PER_PROGRAM
         elif level is _CONSTANT and call.kind is Kind.PURE and _bytes_of(call.value) > _MOST_BYTES_KEPT:
             level = _PER_LAUNCH
@@ -154,7 +158,7 @@ class Paths:
         run, takes = call.run or _none, args
         if call.shorter is not None:
             run, takes = call.shorter[0], tuple(slots[arg] for arg in call.shorter[1])
-        return _Step(call.name, args, run, takes, out, level, call.kind is Kind.EFFECT)
+        return _Step(call.name, args, run, takes, out, level, call.kind is Kind.EFFECT, call.kind is Kind.ORDER)
 
     def _plan(self) -> None:
         """Find, for every node, the calls that are needed, and the results that are not needed afterwards."""
@@ -164,7 +168,7 @@ class Paths:
                 needed.update(node.decision.args)
             node.todo, node.at_launch = [], []
             for step in reversed(node.steps):
-                if step.level is _CONSTANT or not (step.is_effect or step.out in needed):
+                if step.level is _CONSTANT or not (step.is_effect or step.is_order or step.out in needed):
                     continue
                 if step.level is _PER_LAUNCH:
                     node.at_launch.append(step)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cuda_on_cpu import session, triton_language, triton_speed
+from cuda_on_cpu.errors import RaceError
 from cuda_on_cpu.triton_names import Twin, Twins
 from cuda_on_cpu.triton_numbers import python_number
 from cuda_on_cpu.triton_paths import Contradiction, Effect, Launch, Paths
@@ -100,6 +101,13 @@ class Programs:
                 if module.triton.knobs.compilation.front_end_debugging:
                     raise
                 raise module.InterpreterError(repr(failure)) from failure
+
+
+def _is_race(module: Any, failure: BaseException | None) -> bool:
+    """True for a RaceError, also inside of the interpreter's errors."""
+    while isinstance(failure, module.InterpreterError):
+        failure = failure.__cause__
+    return isinstance(failure, RaceError)
 
 
 def _in_order(kernel: _Kernel, grid: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
@@ -267,7 +275,9 @@ class _Grid:
             arguments = self._without_numbers(recorder)
             with triton_language.builder_is(self.module, recorder):
                 function(**arguments)
-        except Exception:
+        except Exception as failure:
+            if _is_race(self.module, failure):
+                raise  # what the program did before is noted, and would not be found again
             self._run_python(recorder.effects)  # raises if the kernel itself is wrong
             history.is_worth_it = False
         else:

@@ -10,7 +10,7 @@ example because each computes the metadata of all, it is not a race.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,14 @@ from cuda_on_cpu.errors import RaceError
 from cuda_on_cpu.private import disable_functions
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, storage_key
+from cuda_on_cpu.triton_lanes import Block, Lanes
 
 Array = npt.NDArray[Any]
 
 _MOST_LOGGED = 1 << 26
 """Bytes of logged read addresses of one tensor, above which they are entered into its shadow."""
+_MOST_KERNELS = 4
+"""Most earlier kernels with which a kernel that begins early is compared."""
 _MOST_LOCKS = 64
 """Most locations of an atomic operation that may order programs. An atomic sum of a tile has more, and orders
 nothing."""
@@ -104,41 +107,80 @@ class _Memory:
         return self.shadows[size]
 
 
-@dataclass(frozen=True)
-class Written:
-    """Addresses that a launch wrote. It keeps no memory of the program alive."""
+@dataclass
+class Used:
+    """Addresses that a launch used. It keeps no memory of the program alive."""
 
     kernel: str
-    memories: tuple[tuple[int, int, Mapping[int, _Shadow]], ...]
-    """First address, the address after the last, and the users of each element by its bytes."""
+    memories: tuple[tuple[int, int, Mapping[int, _Shadow], Sequence[tuple[Array, int, int]]], ...]
+    """First address, the address after the last, the users of each element by its bytes, and logged reads."""
+    earlier: Used | None
+    """Addresses of the launch before, if that may still run when the next one begins: no program has waited for it
+    before it let the next one begin."""
 
-    def has(self, addresses: Array, size: int) -> bool:
-        """True if one of these elements was written."""
-        for start, stop, shadows in self.memories:
-            shadow = shadows.get(size)
-            if shadow is None:
+    def up_to(self, kernels: int) -> Used | None:
+        """Return the addresses of this launch and of earlier ones, of that many kernels at most."""
+        if not kernels:
+            return None
+        earlier = None if self.earlier is None else self.earlier.up_to(kernels - 1)
+        return Used(self.kernel, self.memories, earlier)
+
+    def wrote(self, addresses: Array, size: int) -> bool:
+        """True if a part of one of these elements was written."""
+        return any(
+            (shadow.writer[places] != 0).any() or (shadow.adder[places] != 0).any()
+            for shadow, places in self._places(addresses, size)
+        )
+
+    def read(self, addresses: Array, size: int) -> bool:
+        """True if a part of one of these elements was read."""
+        if any((shadow.reader[places] != 0).any() for shadow, places in self._places(addresses, size)):
+            return True
+        first, end = int(addresses.min()), int(addresses.max()) + size
+        for start, stop, _, log in self.memories:
+            if first >= stop or end <= start:
                 continue
-            places = (addresses[(addresses >= start) & (addresses < stop)] - start) // size
-            if (shadow.writer[places] != 0).any() or (shadow.adder[places] != 0).any():
-                return True
+            for read, width, _ in log:
+                if np.isin(_pieces(read, width, 1), _pieces(addresses, size, 1)).any():
+                    return True
         return False
+
+    def _places(self, addresses: Array, size: int) -> Iterator[tuple[_Shadow, Array]]:
+        for start, stop, shadows, _ in self.memories:
+            inside = addresses[(addresses >= start) & (addresses < stop)] - start
+            if inside.size:
+                for width, shadow in shadows.items():
+                    yield shadow, _pieces(inside, size, width) // width
+
+
+def _pieces(addresses: Array, size: int, width: int) -> Array:
+    """Addresses of the parts of ``width`` bytes of each element; the elements if they are not larger."""
+    if size <= width:
+        return addresses
+    found: Array = (addresses[:, None] + np.arange(0, size, width)).reshape(-1)
+    return found
 
 
 class Races:
     """The detector for one launch. Raises ``RaceError`` for every certain race."""
 
-    def __init__(self, kernel: str, given: Mapping[str, Tensor], before: Written | None = None) -> None:
-        """``before``: memory that the previous kernel wrote, if this kernel may begin before that one has ended."""
+    def __init__(self, kernel: str, given: Mapping[str, Tensor], before: Used | None = None, warps: int = 4) -> None:
+        """``before``: memory that the previous kernel uses, if this kernel may begin before that one has ended."""
         self.kernel = kernel
+        self._lanes = Lanes() if warps > 1 else None
         self.waited = False
         """True if the program has waited for the kernel before."""
-        self._written_before = before
+        self.has_let_next_begin = False
+        """True if the program has let the next kernel begin."""
+        self._before_wait = before
         found: dict[int, _Memory] = {}
         for name, tensor in given.items():
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             found.setdefault(start, _Memory(name, tensor, start, start + storage.nbytes()))
         self._memories = list(found.values())
+        used = tuple((each.start, each.stop, each.shadows, each.log) for each in self._memories)
+        self.used = Used(kernel, used, None if before is None else before.up_to(_MOST_KERNELS))
         # By address: a graph passes tensors of other storages that have the same memory.
         self._scratch = [
             (start, stop)
@@ -157,9 +199,15 @@ class Races:
         self._first = self._epoch = 0
         self.begin((0, 0, 0))
 
+    def threads_meet(self) -> None:
+        """The threads of the program wait for each other."""
+        if self._lanes is not None:
+            self._lanes.meet()
+
     def begin(self, program: tuple[int, ...]) -> None:
         """Another program starts."""
-        self._program, self.waited = program, False
+        self.threads_meet()
+        self._program, self.waited, self.has_let_next_begin = program, False, False
         self._first = self._epoch = self._new_epoch()
 
     def _new_epoch(self, *before: int) -> int:
@@ -167,15 +215,20 @@ class Races:
         self._before.append(before)
         return len(self._before) - 1
 
-    def read(self, parts: Sequence[Array], size: int, first: int, end: int, *, orders: bool = False) -> None:
+    def read(
+        self, parts: Sequence[Array], size: int, first: int, end: int, *, orders: bool = False, block: Block | None
+    ) -> None:
         """Note a load from all sums of one element of each of ``parts``. ``orders``: the load is volatile, like one
-        that waits for a flag.
+        that waits for a flag. ``block``: the elements that load, if they are known.
         """
         memory = self._memory(first, end)
         if memory is None:
             return
-        if self._written_before is not None and not self.waited:
-            self._check_wait(memory, _addresses(parts), size, "load")
+        if block is not None and not orders and self._lanes is not None:
+            found = self._lanes.load(memory.start, block, size, first, end)
+            if found is not None:
+                self._refuse_lanes(memory, size, found, "load", "stores to")
+        self._check_wait(memory, _addresses, parts, size, "load")
         if orders:
             self._wait(memory, _addresses(parts), size)
         elif memory.shadows or memory.logged > _MOST_LOGGED:
@@ -186,14 +239,19 @@ class Races:
             memory.log.append((addresses, size, self._epoch))
             memory.logged += addresses.nbytes
 
-    def write(self, addresses: Array, size: int, first: int, end: int, differs: Array) -> None:
-        """Note a store. ``differs``: True where the new value differs from the present one."""
+    def write(self, addresses: Array, size: int, first: int, end: int, differs: Array, block: Block | None) -> None:
+        """Note a store. ``differs``: True where the new value differs from the present one. ``block``: the elements
+        that store, if they are known."""
         memory = self._memory(first, end)
+        if memory is not None and block is not None and self._lanes is not None:
+            found = self._lanes.store(memory.start, block, size, first, end, differs)
+            if found is not None:
+                self._refuse_lanes(memory, size, found[0], "store", found[1])
+        addresses, differs = addresses.reshape(-1), differs.reshape(-1)
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is None or places is None:
             return
-        if self._written_before is not None and not self.waited:
-            self._check_wait(memory, addresses, size, "store")
+        self._check_wait(memory, np.asarray, addresses, size, "store")
         self._enter_log(memory)
         shadow, now = memory.shadow(size), self._epoch
         kept = self._kept(addresses)
@@ -216,6 +274,7 @@ class Races:
         memory = self._memory(int(addresses.min()), int(addresses.max()) + size)
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is not None and places is not None:
+            self._check_wait(memory, np.asarray, addresses, size, "atomic operation")
             self._enter_log(memory)
             shadow, now = memory.shadow(size), self._epoch
             writer, adder = shadow.writer[places], shadow.adder[places]
@@ -275,7 +334,8 @@ class Races:
         return kept
 
     def _enter_log(self, memory: _Memory) -> None:
-        log, memory.log = memory.log, []
+        log = memory.log.copy()
+        memory.log.clear()  # the same list: the next launch may look at it
         memory.logged = 0
         for addresses, size, epoch in log:
             self._enter_read(memory, addresses, size, epoch)
@@ -317,7 +377,7 @@ class Races:
             return
         index = int(np.flatnonzero(epochs == wrong[0])[0])
         raise RaceError(
-            f"a {does} of triton kernel {self.kernel}",
+            f"{_with_article(does)} of triton kernel {self.kernel}",
             author_site(),
             f"program {self._program} uses {self._element(memory, size, int(places[index]))}, which program "
             f"{self._programs[wrong[0]]} of the same launch {did}; nothing orders the two, so either may "
@@ -326,21 +386,50 @@ class Races:
             "release semantics order them (a ticket that the last program sees, a lock)",
         )
 
-    def written(self) -> Written:
-        """Addresses that the launch wrote."""
-        return Written(self.kernel, tuple((each.start, each.stop, each.shadows) for each in self._memories))
-
-    def _check_wait(self, memory: _Memory, addresses: Array, size: int, does: str) -> None:
-        before = self._written_before
-        if before is None or not before.has(addresses, size):
+    def _refuse_lanes(self, memory: _Memory, size: int, address: int, does: str, did: str) -> None:
+        """Raise for an address that two threads of the program use, unless it was declared to be scratch."""
+        kept = self._kept(np.array([address]))
+        if kept is not None and not kept[0]:
             return
         raise RaceError(
             f"a {does} of triton kernel {self.kernel}",
             author_site(),
-            f"program {self._program} uses memory of {memory.name} that triton kernel {before.kernel}, launched "
-            "before, writes; launch_pdl=True lets this kernel begin before that one has ended",
-            "call tl.extra.cuda.gdc_wait() before the first access to what an earlier kernel writes",
+            f"program {self._program} uses {self._element(memory, size, (address - memory.start) // size)}, which "
+            f"another element of its blocks {did} with no barrier between; the two may be in different warps, which "
+            "run at once, so either may come first on a device",
+            "call tl.debug_barrier() between the two, let one element of blocks of one shape use the location both "
+            "times, or launch with num_warps=1",
         )
+
+    def waits(self) -> None:
+        """The program waits for the kernel before. If it does so first, the next kernel begins after that one."""
+        self.waited = True
+        if not self.has_let_next_begin:
+            self.used.earlier = None
+
+    def _check_wait(self, memory: _Memory, all_of: Callable[[Any], Array], parts: Any, size: int, does: str) -> None:
+        """Raise for memory of a kernel that may still run, because the program has not waited for it."""
+        before = None if self.waited else self._before_wait
+        if before is None:
+            return
+        addresses = all_of(parts)
+        kept = self._kept(addresses)
+        addresses = addresses if kept is None else addresses[kept]
+        if not addresses.size:
+            return
+        while before is not None:
+            wrote = before.wrote(addresses, size)
+            if wrote or (does != "load" and before.read(addresses, size)):
+                raise RaceError(
+                    f"{_with_article(does)} of triton kernel {self.kernel}",
+                    author_site(),
+                    f"program {self._program} uses memory of {memory.name} that triton kernel {before.kernel}, "
+                    f"launched before, {'writes' if wrote else 'reads'}; launch_pdl=True lets this kernel begin before "
+                    "that one has ended",
+                    "call tl.extra.cuda.gdc_wait() before the first access to what an earlier kernel "
+                    + ("writes" if wrote else "reads or writes"),
+                )
+            before = before.earlier
 
     def _all_before(self) -> set[int]:
         """Epochs that end before the present one begins."""
@@ -360,6 +449,10 @@ class Races:
         shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
         offset = memory.start + place * size - tensor.data_ptr()
         return f"byte {offset} of {memory.name}, {dtype} [{shape}]"
+
+
+def _with_article(does: str) -> str:
+    return f"an {does}" if does.startswith("a") else f"a {does}"
 
 
 def _addresses(parts: Sequence[Array]) -> Array:

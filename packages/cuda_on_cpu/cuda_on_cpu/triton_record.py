@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cuda_on_cpu.triton_bounds import threads_meet
+from cuda_on_cpu.triton_lanes import exchanges
 from cuda_on_cpu.triton_numbers import PythonNumber, as_tensor, plain
 from cuda_on_cpu.triton_paths import Call, Effect, Kind
 from cuda_on_cpu.triton_quick import shorter, spreads
@@ -63,6 +65,10 @@ class Recorder:
         self._values = list(arguments)
         self._known: dict[Any, Any] = {}
         self._spread: dict[int, int] = {}
+        self._loaded: set[int] = set()
+        """Results that depend on a load."""
+        self._have_met = True
+        """True if threads have met since the last load or store."""
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._builder, name)
@@ -85,6 +91,7 @@ class Recorder:
         slots = tuple(self.slot(arg) for arg in args)
         if kind is not Kind.EFFECT and (name, slots) in self._known:
             return int(self._known[name, slots])
+        self._loaded_by(name, kind, slots)
         if kind is Kind.EFFECT and self._repeated < self._to_repeat:
             value = self._repeat(name)
         else:
@@ -92,6 +99,19 @@ class Recorder:
             if kind is Kind.EFFECT:
                 self.effects.append((name, value))
         return self._add(Call(name, slots, kind, run, value, self._shorter(name, kind, run, slots, value)))
+
+    def _loaded_by(self, name: object, kind: Kind, slots: tuple[int, ...]) -> None:
+        """Note a result that depends on a load, before it gets its number, and a call in which threads meet."""
+        from_load = kind is Kind.EFFECT or not self._loaded.isdisjoint(slots)
+        if kind is Kind.EFFECT:
+            self._have_met = False
+        elif not self._have_met and (exchanges(name) or (name == "create_expand_dims" and from_load)):
+            if self._repeated >= self._to_repeat:  # those before were noted when the effects happened
+                threads_meet()
+            self._add(Call("threads meet", (), Kind.ORDER, threads_meet, None))
+            self._have_met = True
+        if from_load:
+            self._loaded.add(len(self._values))
 
     def _shorter(self, name: object, kind: Kind, run: Callable[..., Any], slots: tuple[int, ...], value: Any) -> Any:
         """A shorter way to the value of a call: a function, and the results of the path that it uses."""
@@ -112,7 +132,7 @@ class Recorder:
         self.path.append(call)
         self._values.append(call.value)
         slot = len(self._values) - 1
-        if call.kind is not Kind.EFFECT:
+        if call.kind not in (Kind.EFFECT, Kind.ORDER):
             self._known[call.name, call.args] = slot
         return slot
 
@@ -296,16 +316,25 @@ class Repeater:
     from the record, and not done twice."""
 
     def __init__(self, builder: Any, effects: Sequence[Effect]) -> None:
-        self._builder, self._effects = builder, iter(effects)
+        self._builder, self._effects = builder, list(reversed(effects))
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._builder, name)
+        if callable(member) and (exchanges(name) or name == "create_expand_dims"):
+            return self._after_meeting(member)
         if not callable(member) or _kind(name) is not Kind.EFFECT:
             return member
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            known = next(self._effects, None)
-            return member(*args, **kwargs) if known is None else repeated(name, known)
+            return repeated(name, self._effects.pop()) if self._effects else member(*args, **kwargs)
+
+        return call
+
+    def _after_meeting(self, member: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._effects:
+                threads_meet()
+            return member(*args, **kwargs)
 
         return call
 

@@ -75,6 +75,46 @@ def gather_slots(kv, slots, out, n, other: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def rounds_of_splits(lens, x, out, n, other: tl.constexpr, TILE: tl.constexpr):
+    """As many rounds as the longest request has keys. The lengths of a tile of requests are loaded at once."""
+    at = tl.arange(0, TILE)
+    if other:
+        keys = tl.load(lens + at, mask=at < n, other=0)
+    else:
+        keys = tl.load(lens + at, mask=at < n)
+    total = 0.0
+    for i in range(tl.max(keys, 0)):
+        total += tl.load(x + i)
+    tl.store(out, total)
+
+
+@triton.jit
+def padded_dot(q, k, out, rows, width, other: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """A product over a head that is padded: rows of padding may be anything, columns of padding may not."""
+    r, w = tl.arange(0, R), tl.arange(0, W)
+    at = r[:, None] * width + w[None, :]
+    if other:
+        left = tl.load(q + at, mask=w[None, :] < width, other=0.0)
+        right = tl.load(k + at, mask=w[None, :] < width, other=0.0)
+    else:
+        left = tl.load(q + at, mask=(r[:, None] < rows) & (w[None, :] < width))
+        right = tl.load(k + at, mask=(r[:, None] < rows) & (w[None, :] < width))
+    found = tl.dot(left, tl.trans(right))
+    tl.store(out + r[:, None] * rows + r[None, :], found, mask=(r[:, None] < rows) & (r[None, :] < rows))
+
+
+@triton.jit
+def guarded_gather(kv, slots, out, n, guards: tl.constexpr, TILE: tl.constexpr):
+    """Slots without `other` are right if whatever uses them has the same mask."""
+    at = tl.arange(0, TILE)
+    slot = tl.load(slots + at, mask=at < n)
+    if guards:
+        tl.store(out + at, tl.load(kv + slot, mask=at < n) * 2, mask=at < n)
+    else:
+        tl.store(out + at, tl.load(kv + slot) * 2, mask=at < n)
+
+
+@triton.jit
 def add_at(counts, place, value):
     tl.atomic_add(counts + place, value)
 
@@ -201,6 +241,8 @@ class Pair:
     grid: int = 1
     undefined: bool = False
     bounds: str = "storage"
+    confined: tuple[int, ...] = ()
+    """Arguments that are handed over as views which a kernel may not leave."""
     options: tuple[tuple[str, int], ...] = ()
 
 
@@ -355,6 +397,31 @@ PAIRS = (
         options=TILE8,
     ),
     Pair(
+        "slots whose users have the same mask",
+        guarded_gather,
+        lambda: (zeros(9), whole(1, 2, 3), zeros(8), 3, True),
+        lambda: (zeros(9), whole(1, 2, 3), zeros(8), 3, False),
+        r"behind the memory of kv(.|\n)*probably a masked load of this launch needs `other=`",
+        options=TILE8,
+    ),
+    Pair(
+        "rounds of a loop that no load defined",
+        rounds_of_splits,
+        lambda: (whole(2, 4, 3), zeros(4), zeros(1), 3, True),
+        lambda: (whole(2, 4, 3), zeros(4), zeros(1), 3, False),
+        r"a loop of triton kernel rounds_of_splits(.|\n)*a masked load without `other`",
+        options=TILE8,
+    ),
+    Pair(
+        "columns of padding in a product",
+        padded_dot,
+        lambda: (zeros(16, 12), zeros(16, 12), zeros(16, 16), 16, 12, True),
+        lambda: (zeros(16, 12), zeros(16, 12), zeros(16, 16), 16, 12, False),
+        "nan",
+        undefined=True,
+        options=(("R", 16), ("W", 16)),
+    ),
+    Pair(
         "atomic add behind the end",
         add_at,
         lambda: (whole(0, 0), 1, 1),
@@ -437,6 +504,33 @@ PAIRS = (
         r"store .* before the memory of out",
         bounds="view",
         options=TILE8,
+    ),
+    Pair(
+        "rows of another batch in a static buffer",
+        load_tile,
+        lambda: (part(slice(0, 16), 24), zeros(8), 8, 8),
+        lambda: (part(slice(0, 12), 24), zeros(8), 8, 8),
+        r"load .* up to 16 bytes behind the memory of x(.|\n)*a storage that the launch was given a part of",
+        confined=(0,),
+        options=TILE8,
+    ),
+    Pair(
+        "output of the request before",
+        store_tile,
+        lambda: (zeros(8), part(slice(8, 16), 24), 8, 0),
+        lambda: (zeros(8), part(slice(8, 16), 24), 8, -4),
+        r"store .* up to 16 bytes before the memory of out(.|\n)*a storage that the launch was given a part of",
+        confined=(1,),
+        options=TILE8,
+    ),
+    Pair(
+        "pages of a table of which a batch has fewer",
+        rows_of_pages,
+        lambda: (zeros(4, 8), part(slice(0, 3), 5).int(), whole(24), zeros(1), 3, 8),
+        lambda: (zeros(4, 8), zeros(5, dtype=torch.int32)[:2], whole(24), zeros(1), 3, 8),
+        r"load .* up to 4 bytes behind the memory of page_table",
+        confined=(1,),
+        options=(("PAGE", 8),),
     ),
     Pair(
         "walk below the start",

@@ -178,6 +178,48 @@ def one_graph_on_two_streams(right: bool) -> torch.Tensor:
     return x + 1
 
 
+def _launched_twice(
+    right: bool,
+    before: Callable[[torch.Tensor, int], object],
+    after: Callable[[torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
+    """One graph on two streams. CUDA orders its launches, and neither what comes before one nor what comes after."""
+    x, y, graph, found = filled(1), filled(0), torch.cuda.CUDAGraph(), list[torch.Tensor]()
+    with torch.cuda.graph(graph):
+        busy()
+        y.copy_(x * 2)
+    one, two = forked(), forked()
+    for turn, stream in enumerate((one, two)):
+        with torch.cuda.stream(stream):
+            if right and turn:
+                stream.wait_stream(one)
+            before(x, turn)
+            graph.replay()
+            found.append(after(y, turn))
+    here().wait_stream(one)
+    here().wait_stream(two)
+    torch.cuda.synchronize()
+    return torch.cat([each.cpu() for each in found])
+
+
+def inputs_of_one_graph(right: bool) -> torch.Tensor:
+    return _launched_twice(right, lambda x, turn: x.fill_(turn), lambda y, turn: y[:1])
+
+
+def inputs_from_the_host(right: bool) -> torch.Tensor:
+    hosts = [torch.full((N,), float(turn)).pin_memory() for turn in range(2)]
+    return _launched_twice(right, lambda x, turn: x.copy_(hosts[turn], non_blocking=True), lambda y, turn: y[:1])
+
+
+def outputs_of_one_graph(right: bool) -> torch.Tensor:
+    return _launched_twice(right, lambda x, turn: None, lambda y, turn: y * 3)
+
+
+def outputs_to_the_host(right: bool) -> torch.Tensor:
+    hosts = [torch.zeros(N).pin_memory() for _ in range(2)]
+    return _launched_twice(right, lambda x, turn: None, lambda y, turn: hosts[turn].copy_(y, non_blocking=True))
+
+
 def freed_while_in_use(right: bool) -> torch.Tensor:
     x, side = filled(5), torch.cuda.Stream()
     side.wait_stream(here())
@@ -335,6 +377,10 @@ PROGRAMS = (
     Program("two graphs of one pool", one_pool, "pool"),
     Program("pools of their own", pools_of_their_own, "pool"),
     Program("one graph on two streams", one_graph_on_two_streams, UNORDERED),
+    Program("inputs of one graph", inputs_of_one_graph, f"Tensor.fill_.*{UNORDERED}"),
+    Program("inputs of one graph from the host", inputs_from_the_host, f"Tensor.copy_.*{UNORDERED}"),
+    Program("outputs of one graph", outputs_of_one_graph, f"replay.*{UNORDERED}"),
+    Program("outputs of one graph to the host", outputs_to_the_host, f"replay.*{UNORDERED}"),
     Program("freed while in use", freed_while_in_use, "record_stream"),
     Program("freed by a side stream", freed_by_a_side_stream, "record_stream"),
     Program("pinned source of a graph", pinned_source_of_a_graph, "its pinned source was written again"),

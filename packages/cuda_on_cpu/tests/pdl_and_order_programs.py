@@ -37,6 +37,32 @@ def consume(x, table, out, waits: tl.constexpr):
 
 
 @triton.jit
+def passes_on(x, out, begins: tl.constexpr):
+    """begins 0: the next kernel begins when this one ends; 1: before this one waits; 2: after it has waited."""
+    at = tl.program_id(0) * 8 + tl.arange(0, 8)
+    if begins == 1:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    if begins == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + at, tl.load(x + at))
+
+
+@triton.jit
+def uses(x, out, how: tl.constexpr, waits: tl.constexpr):
+    """The first access is how 0: a load; 1: a store; 2: an atomic sum."""
+    at = tl.program_id(0) * 8 + tl.arange(0, 8)
+    if waits:
+        tl.extra.cuda.gdc_wait()
+    if how == 0:
+        tl.store(out + at, tl.load(x + at))
+    elif how == 1:
+        tl.store(x + at, at.to(x.dtype.element_ty))
+    else:
+        tl.atomic_add(x + at, 1)
+
+
+@triton.jit
 def look_back(flags, out):
     """Each program waits for the one before: legal on a device that starts programs in order."""
     pid = tl.program_id(0)
@@ -64,6 +90,81 @@ def chained(waits: int, pdl: bool, between: bool = False) -> torch.Tensor:
         more.add_(1)
     consume[(4,)](doubled, table, out, waits=waits, launch_pdl=pdl)
     return out
+
+
+def _memory() -> list[torch.Tensor]:
+    return [torch.zeros(32, device="cuda") for _ in range(3)]
+
+
+def after_memory(waits: bool) -> None:
+    """Memory without contents is made between the two kernels: nothing is launched."""
+    x, doubled, _ = _memory()
+    produce[(4,)](x, doubled)
+    uses[(4,)](doubled.view(4, 8), torch.empty_like(doubled), how=0, waits=waits, launch_pdl=True)
+
+
+def after_zeros(waits: bool) -> None:
+    """Right without a wait, too: torch launches a kernel between the two, which waits for the first."""
+    x, doubled, _ = _memory()
+    produce[(4,)](x, doubled)
+    uses[(4,)](doubled, torch.zeros(32, device="cuda"), how=0, waits=waits, launch_pdl=True)
+
+
+def after_the_host(waits: bool) -> None:
+    """Right without a wait, too: the host waits."""
+    x, doubled, out = _memory()
+    produce[(4,)](x, doubled)
+    torch.cuda.synchronize()
+    uses[(4,)](doubled, out, how=0, waits=waits, launch_pdl=True)
+
+
+def as_bytes(waits: bool) -> None:
+    x, doubled, _ = _memory()
+    produce[(4,)](x, doubled)
+    out = torch.empty(32, dtype=torch.uint8, device="cuda")
+    uses[(4,)](doubled.view(torch.uint8), out, how=0, waits=waits, launch_pdl=True)
+
+
+def written_too_early(waits: bool) -> None:
+    """The kernel before still reads what this one writes."""
+    x, doubled, out = _memory()
+    produce[(4,)](x, doubled)
+    uses[(4,)](x, out, how=1, waits=waits, launch_pdl=True)
+
+
+def added_too_early(waits: bool) -> None:
+    x, doubled, out = _memory()
+    produce[(4,)](x, doubled)
+    uses[(4,)](doubled, out, how=2, waits=waits, launch_pdl=True)
+
+
+def third_of_three(waits: bool, begins: int = 1) -> None:
+    """The last kernel reads what the first writes, and the second lets it begin before the first has ended."""
+    x, doubled, out = _memory()
+    produce[(4,)](x, doubled)
+    passes_on[(4,)](x, torch.empty_like(x), begins=begins, launch_pdl=True)
+    uses[(4,)](doubled, out, how=0, waits=waits, launch_pdl=True)
+
+
+def third_after_a_wait(waits: bool) -> None:
+    """Right without a wait, too: the second lets it begin after it has waited for the first."""
+    third_of_three(waits, begins=2)
+
+
+def third_after_the_end(waits: bool) -> None:
+    """Right without a wait, too: the second has waited for the first, and has ended."""
+    third_of_three(waits, begins=0)
+
+
+TOO_EARLY = {
+    after_memory: "a load .* memory of x that triton kernel produce, launched before, writes",
+    as_bytes: "a load .* memory of x that triton kernel produce, launched before, writes",
+    written_too_early: "a store .* memory of x that triton kernel produce, launched before, reads",
+    added_too_early: "an atomic operation .* memory of x that triton kernel produce, launched before, writes",
+    third_of_three: "a load .* memory of x that triton kernel produce, launched before, writes",
+}
+"""Programs that are wrong unless the last kernel waits, and what the report must say."""
+IN_TIME = (after_zeros, after_the_host, third_after_a_wait, third_after_the_end)
 
 
 def polled(falls_back: bool) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +41,39 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
     "iteration": lambda host: [int(each) for each in host],
     "write": lambda host: host.zero_(),
     "fill": lambda host: host.__setitem__(slice(1, 2), 7),
+}
+READS_OF_NUMPY: dict[str, Callable[[np.ndarray], object]] = {
+    "element": lambda seen: seen[2],
+    "last": lambda seen: seen[-1],
+    "int": lambda seen: int(seen[1]),
+    "tolist": lambda seen: seen.tolist(),
+    "item": lambda seen: seen.item(2),
+    "sum": lambda seen: seen.sum(),
+    "max": np.max,
+    "sum of a part": lambda seen: seen[1:3].sum(),
+    "backwards": lambda seen: seen[::-1].copy(),
+    "chosen": lambda seen: seen[[0, 2]],
+    "masked": lambda seen: seen[np.array([True, False, True, False])],
+    "comparison": lambda seen: seen > 0,
+    "iteration": lambda seen: [int(each) for each in seen],
+    "cumsum": np.cumsum,
+    "concatenate": lambda seen: np.concatenate([seen, seen]),
+    "stack": lambda seen: np.stack([seen]),
+    "copyto": lambda seen: np.copyto(np.zeros(4, np.int32), seen),
+    "where": lambda seen: np.where(seen > 0, seen, 0),
+    "array_equal": lambda seen: np.array_equal(seen, np.zeros(4)),
+    "nonzero": np.nonzero,
+    "argmax": np.argmax,
+    "print": str,
+    "pickle": pickle.dumps,
+    "list": list,
+    "dot": lambda seen: np.dot(seen, seen),
+    "tensor": lambda seen: torch.tensor(seen).tolist(),
+    "in": lambda seen: 3 in seen,
+    "write": lambda seen: seen.__setitem__(0, 7),
+    "write all": lambda seen: seen.__setitem__(..., 7),
+    "in place": lambda seen: np.add(seen, 1, out=seen),
+    "fill": lambda seen: seen.fill(0),
 }
 COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "copy_": lambda device: pinned().copy_(device, non_blocking=True),
@@ -80,9 +115,56 @@ def test_whoever_waits_finds_the_numbers(copy: str, wait: str) -> None:
     assert host.numpy().tolist() == [1, 2, 3, 4]
 
 
-def test_who_looks_without_torch_finds_what_was_there_before() -> None:
+@pytest.mark.parametrize("read", READS_OF_NUMPY)
+def test_nor_may_it_through_numpy(read: str) -> None:
     host = pinned()
     seen = host.numpy()
+    host.copy_(numbers(), non_blocking=True)
+    with pytest.raises(EmulationError, match=r"on the host that .* copies to, asynchronously") as caught:
+        READS_OF_NUMPY[read](seen)
+    assert caught.value.site.filename.endswith("test_emulated_arriving_copies.py")
+
+
+@pytest.mark.parametrize("read", READS_OF_NUMPY)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_numpy_finds_the_numbers_of_a_copy_that_was_waited_for(when: str, read: str) -> None:
+    host = pinned()
+    seen = host.numpy()
+    host.copy_(numbers(), non_blocking=True)
+    if when == "after":
+        seen = host.numpy()  # no element is read
+    _event().synchronize()
+    found, expected = READS_OF_NUMPY[read](seen), READS_OF_NUMPY[read](np.arange(1, 5, dtype=np.int32))
+    assert isinstance(found, type(expected))
+    np.testing.assert_equal(found, expected)
+
+
+def test_numpy_may_use_what_no_copy_goes_to() -> None:
+    host = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+    seen = host.numpy()
+    host[:4].copy_(numbers(), non_blocking=True)
+    seen[4:] = 9
+    seen[5] += 1
+    assert seen[4:].tolist() == [9, 10, 9, 9]
+    assert seen[::2].shape == (4,)
+    assert seen.reshape(2, 4)[1].max() == 10
+    with pytest.raises(EmulationError, match="has not waited for that copy"):
+        seen.reshape(2, 4)[0].max()
+
+
+def test_an_array_of_pinned_memory_is_an_ordinary_array_to_everyone_else() -> None:
+    seen = pinned().numpy()
+    assert isinstance(seen, np.ndarray)
+    assert type(seen + 1) is type(np.asarray(seen)) is type(pickle.loads(pickle.dumps(seen))) is np.ndarray
+    torch.from_numpy(seen)[0] = 5
+    assert seen[0] == 5
+    seen += 1
+    assert seen.tolist() == [6, 0, 0, 0]
+
+
+def test_who_looks_past_numpy_finds_what_was_there_before() -> None:
+    host = pinned()
+    seen = np.asarray(host.numpy())
     host.copy_(numbers(), non_blocking=True)
     assert seen.tolist() == [-1] * 4
     torch.cuda.synchronize()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 
 import pytest
 import torch
 
-from cuda_on_cpu import Policy, RaceError, emulated_cuda
+from cuda_on_cpu import Policy, RaceError, emulated_cuda, scratch
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -62,6 +63,47 @@ def test_a_kernel_that_reads_what_the_one_before_writes_without_a_wait_is_refuse
             programs.chained(0, True)
     with torch.no_grad(), emulated_cuda(Policy(races=False)):
         programs.chained(0, True)
+
+
+@pytest.mark.parametrize("program", programs.TOO_EARLY)
+def test_the_first_access_of_a_kernel_that_begins_early_comes_after_its_wait(program):
+    for _ in range(2):
+        with torch.no_grad(), emulated_cuda(), pytest.raises(RaceError) as raised:
+            program(waits=False)
+        assert re.search(programs.TOO_EARLY[program], str(raised.value), re.S), raised.value
+
+
+@pytest.mark.parametrize("program", [*programs.TOO_EARLY, *programs.IN_TIME])
+def test_a_kernel_that_waits_may_use_what_earlier_kernels_use(program):
+    for _ in range(2):
+        with torch.no_grad(), emulated_cuda():
+            program(waits=True)
+
+
+@pytest.mark.parametrize("program", programs.IN_TIME)
+def test_a_kernel_need_not_wait_for_what_has_certainly_ended(program):
+    for _ in range(2):
+        with torch.no_grad(), emulated_cuda():
+            program(waits=False)
+
+
+def test_memory_that_was_declared_to_be_scratch_may_be_used_too_early():
+    with torch.no_grad(), emulated_cuda():
+        x, doubled, out = programs._memory()
+        scratch(x)
+        programs.produce[(4,)](x, doubled)
+        programs.uses[(4,)](x, out, how=1, waits=False, launch_pdl=True)
+
+
+def test_a_graph_that_was_replayed_between_two_kernels_orders_them():
+    with torch.no_grad(), emulated_cuda():
+        x, doubled, out = programs._memory()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            programs.produce[(4,)](x, doubled)
+            x.add_(1)
+        graph.replay()
+        programs.uses[(4,)](doubled, out, how=0, waits=False, launch_pdl=True)
 
 
 def test_a_graph_records_the_missing_wait_and_replays_the_right_one():
