@@ -287,7 +287,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_waited_for(operation: Operation) -> bool:
     """True if the host may wait for an operation on host and device memory: for all operations except non-blocking
-    copies of pinned memory."""
+    copies of pinned memory, and those that get numbers from the host, such as ``x[2:] = 0``."""
+    written = operation.written()
+    if operation.facts.takes_host_scalars and all(
+        is_device(t) for t in operation.tensors if t.dim() or among(t, written)
+    ):
+        return False
     call = call_of(operation.facts, operation.args, operation.kwargs)
     return not (call["non_blocking"] and any(map(is_pinned, operation.tensors)))
 

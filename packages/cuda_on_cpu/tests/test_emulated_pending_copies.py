@@ -114,6 +114,28 @@ def test_a_copy_that_waits_is_over() -> None:
     torch.cuda.synchronize()
 
 
+def _assign(copied: torch.Tensor) -> None:
+    copied[2:] = 0
+
+
+NO_WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "assigned": _assign,
+    "fill_": lambda copied: copied.fill_(torch.tensor(3)),
+    "product": lambda copied: copied * torch.tensor(3),
+    "masked_fill": lambda copied: copied.masked_fill(copied > 1, torch.tensor(0)),
+}
+
+
+@pytest.mark.parametrize("way", NO_WAITS)
+def test_a_number_of_the_host_is_an_argument_of_the_launch_and_nobody_waits_for_it(way: str) -> None:
+    host = pinned()
+    copied = COPIED["to"](host)
+    NO_WAITS[way](copied)
+    host[7] = 1
+    with pytest.raises(EmulationError, match="its pinned source was written again"):
+        torch.cuda.synchronize()
+
+
 def test_memory_that_is_gone_is_not_looked_at() -> None:
     host = pinned()
     COPIED["to"](host)
