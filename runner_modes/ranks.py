@@ -80,12 +80,6 @@ class Ranks(AttentionBackend):
         own = self._of_rank(batch, part.rank)
         return self.instances[part.rank].forward_return_lse(q, k, v, layer, own, **named, part=part)
 
-    def merge_state(
-        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge two partial results on rank 0."""
-        return self.instances[0].merge_state(out_a, lse_a, out_b, lse_b)
-
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager step on every rank."""
         self._copy_masks(batch)

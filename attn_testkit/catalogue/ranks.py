@@ -12,6 +12,8 @@ from .layer_options import with_options, without_options
 
 _PAGE = 4
 _LONG = 150
+_MOST = 8
+"""Most ranks of a case."""
 
 
 def rank_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
@@ -19,8 +21,10 @@ def rank_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
     The lengths lie around I tokens (the first key of the second rank), I * R tokens (the second key of the first rank)
     and R pages of keys (the second page of a rank), so that drafts and prompts cross from rank to rank. Some requests
-    have fewer keys than there are ranks.
+    have fewer keys than there are ranks. A backend that merges does so in the cases in which most ranks are empty, in
+    which sums are far from 1, and in which all options meet; the kit merges in the others, and finds a NaN there.
     """
+    own = declared.lse is not None and declared.lse.merges
     page = nearest(declared.kv_pool.page_sizes, _PAGE)
     # Tails of a rank's pages are poisoned. FP8 comes first.
     kv_dtypes = sorted(declared.kv_pool.kv_dtypes - declared.needs.finite_page_tails)
@@ -28,17 +32,17 @@ def rank_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         return
     plain = without_options(declared, small).with_changes(kv_dtype=kv_dtypes[-1])
     # vLLM deals tokens or pages; SGLang deals tokens; the last two numbers are smaller than a page and divide none.
-    for ranks, interleave in ((2, page), (3, 1), (4, page // 2 or 2), (8, 5)):
+    for ranks, interleave in ((2, page), (3, 1), (4, page // 2 or 2), (_MOST, 5)):
         case = _of_ranks(plain, page, ranks, interleave, _around(page, ranks, interleave))
-        yield case.with_changes(data="gauss")
+        yield case.with_changes(data="gauss", merged_by_backend=own and ranks == _MOST)
     # Only the first rank has keys of all requests but the longest.
-    yield _of_ranks(plain, page, 2, 64, (9, 0, 63, 70)).with_changes(data="negative")
+    yield _of_ranks(plain, page, 2, 64, (9, 0, 63, 70)).with_changes(data="negative", merged_by_backend=own)
     yield _of_ranks(plain, page, 4, 1, (_LONG, 2, 33)).with_changes(data=CODES)
     for heads in _other_heads(declared, small):
         other = plain.with_changes(**heads)
         yield _of_ranks(other, page, 2, page, (2 * page - 1, 0, 1, 70)).with_changes(data="gauss")
     yield with_options(declared, _of_ranks(small, page, 3, page, (_LONG, 70, 1)), 60).with_changes(
-        kv_dtype=kv_dtypes[0], data="gauss"
+        kv_dtype=kv_dtypes[0], data="gauss", merged_by_backend=own
     )
 
 

@@ -123,6 +123,17 @@ def test_core_counts_keys_and_has_both_families_of_heads_in_each_mode() -> None:
         assert {case.heads.layout.wide_rows for case in cases} == {True, False}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backend_that_merges_does_so_in_some_cases_of_ranks_and_the_kit_in_the_others(mode: ForwardMode) -> None:
+    merged = [case for case in core(mode) if case.merged_by_backend]
+    assert {8, 3, 2} <= {len(splits_of(case)) for case in merged}
+    assert any(case.data == "negative" for case in merged), "exponentials of bare log-sum-exps are 0"
+    assert any(prefix + case.most_new <= splits_of(case)[0].interleave for case in merged for prefix in case.prefixes)
+    assert {len(splits_of(case)) for case in core(mode) if not case.merged_by_backend} == {2, 3, 4}
+    by_kit = ALL.with_changes(lse=LogSumExp("e", ranks=ALL.lse.ranks)) if ALL.lse else ALL
+    assert not [case for case in generate(by_kit, mode, "core") if case.merged_by_backend]
+
+
 def test_only_a_backend_that_can_be_a_rank_gets_such_cases() -> None:
     for mode in ForwardMode:
         cases = [case for tier in ("smoke", "core") for case in generate(TorchNativeBackend.capabilities, mode, tier)]

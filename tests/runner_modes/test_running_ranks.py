@@ -24,6 +24,7 @@ from attn_testkit_corpus.faults import q_ranks
 from cuda_on_cpu import emulated_cuda
 
 GQA = "decode-gqa3x2-d64-bf16-p4-k9.0.6.30-shuffled-gauss-ranks3by2-b4prod"
+MERGED = GQA.replace("ranks3by2", "ranks3by2merged")
 POOLS = [
     GQA,
     "target-verify-mla4-d64r64-bf16-p4-k7.0.1.70-t0.0.1.2-reversed-gauss-ranks2by4-b5prod",
@@ -148,6 +149,31 @@ def test_ranks_run_in_the_order_that_the_case_says() -> None:
         assert [rank for rank, _ in Spy.asked[:6]] == order * 2, "in each layer"
         stores = {Spy.asked[at : at + 3] == [(rank, True) for rank in order] for at in range(0, len(Spy.asked), 3)}
         assert True in stores, "each rank stores its own tokens"
+
+
+class Merges(TorchNativeRanksBackend):
+    """Healthy; remembers which ranks merged."""
+
+    ranks: ClassVar[list[int]] = []
+
+    def merge_state(self, *results: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(self.ranks) < 4:
+            self.ranks.append(self.context.dcp_rank)
+        return super().merge_state(*results)
+
+
+def test_each_rank_merges_its_result_with_those_of_the_ranks_after_it() -> None:
+    Merges.ranks.clear()
+    assert check_backend(Merges, cases=[MERGED], executions=["eager"], device="cpu")
+    assert Merges.ranks == [1, 0, 1, 0], "in each layer, in one order whatever the order in which ranks attend"
+
+
+def test_a_merge_that_leaves_out_a_rank_or_has_another_base_is_found() -> None:
+    lacking = findings(q_ranks.FirstRankIsLeftOut, MERGED.replace("gqa3x2", "gqa2x2"))
+    assert [found.check for found in lacking[:2]] == ["log-sum-exp", "matches-oracle"]
+    assert "the merged result of merge_state" in lacking[0].headline
+    other = findings(q_ranks.RanksAreMergedInBase2, MERGED.replace("gqa3x2", "gqa2x2"))[0]
+    assert "KV splits are merged as if they were in the other base than declared" in other.hint
 
 
 def test_a_graph_with_a_tree_masks_rows_on_every_rank() -> None:
