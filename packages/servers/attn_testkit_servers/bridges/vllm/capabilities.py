@@ -269,8 +269,8 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
                 "kv_pool.page_sizes", {16, 32, 64}, f"{_TRITON_MLA}:TritonMLABackend.get_supported_kernel_block_sizes"
             ),
             Line("bounds.max_q_rows", 16, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
-            # In the dtype of the queries, as it is made there.
-            Line("lse", _LSE, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            # In the dtype of the queries, as it is made there. "causal multi-token decode is not supported with DCP".
+            Line("lse", replace(_LSE, ranks={D}), f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
             *_RUNNER,
         ),
         compiled_store=True,  # concat_and_cache_mla
