@@ -9,6 +9,7 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
+from attn_testkit.backends.torch_native_sparse_ranks import TorchNativeSparseRanksBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.features.kv_splits import KV_SPLITS, has_own_pools, splits_of
 from attn_testkit.catalogue.tiers import generate
@@ -160,6 +161,32 @@ def test_cases_exist_whatever_else_is_declared(seed: int) -> None:
         for mode in MODES:
             for tier in ("smoke", "core"):
                 assert [case for case in generate(declared, mode, tier, seed) if has_own_pools(case)]
+
+
+SELECTED = TorchNativeSparseRanksBackend.capabilities
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_have_selected_keys_which_leave_out_keys_of_a_rank(mode: ForwardMode) -> None:
+    cases = [case for case in generate(SELECTED, mode, "core") if has_own_pools(case)]
+    assert all(case.selection for case in cases)
+    assert {len(splits_of(case)) for case in cases} == {2, 3, 4, 8}
+    assert any(case.selection and max(case.prefixes) > 4 * case.selection.topk > 4 for case in cases)
+    assert any(case.selection and case.selection.empty_rows for case in cases)
+    assert any(case.data == "plus_minus_one" for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sel16slots-ranks2by4", "a slot is of the pool of one rank"),
+        ("sel16-idx4-ranks2by4", "index keys would have slots and a request table of their own"),
+        ("sel16-lsetokens2", "a selection is made among all keys of a request"),
+    ],
+)
+def test_a_selection_of_slots_an_indexer_and_splits_of_one_pool_are_excluded(words: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_case(f"decode-gqa3x2-d64-bf16-p4-k9.80-shuffled-gauss-{words}-b2prod")
 
 
 def test_ranks_run_in_both_orders() -> None:

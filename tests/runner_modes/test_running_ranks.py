@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from attn_testkit.runner_modes.ranks import Ranks
 from in_process import check_backend
 
 from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
+from attn_testkit.backends.torch_native_sparse_ranks import TorchNativeSparseRanksBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.features.kv_splits import splits_of
 from attn_testkit.contract import AttentionBackend, BackendContext, ForwardBatch, KVSplit, Unsupported
@@ -20,7 +22,7 @@ from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import make_step_data, stored_kv
 from attn_testkit.steps.ranks import places_on_ranks
 from attn_testkit.steps.schedule import make_schedule
-from attn_testkit_corpus.faults import q_ranks
+from attn_testkit_corpus.faults import q_ranks, s_selected_on_ranks
 from cuda_on_cpu import emulated_cuda
 
 GQA = "decode-gqa3x2-d64-bf16-p4-k9.0.6.30-shuffled-gauss-ranks3by2-b4prod"
@@ -174,6 +176,22 @@ def test_a_merge_that_leaves_out_a_rank_or_has_another_base_is_found() -> None:
     assert "the merged result of merge_state" in lacking[0].headline
     other = findings(q_ranks.RanksAreMergedInBase2, MERGED.replace("gqa3x2", "gqa2x2"))[0]
     assert "KV splits are merged as if they were in the other base than declared" in other.hint
+
+
+SELECTED = "decode-mqa4-d64-bf16-p4-k70.9.0.33-shuffled-gauss-sel16-ranks3by2-b4prod"
+
+
+def test_a_selected_position_that_is_taken_for_a_local_index_is_named() -> None:
+    found = findings(s_selected_on_ranks.SelectedPositionIsLocalIndex, SELECTED)[0]
+    assert found.check == "log-sum-exp"
+    assert re.search(r"rank \d used the selected position \d+ of request \d as a local index", found.hint)
+    one = findings(s_selected_on_ranks.RankAttendsToAllSelected, SELECTED.replace("sel16", "sel1"))[0]
+    assert re.search(r"rank \d attends to the selected position \d+ of request \d, which rank \d has", one.hint)
+
+
+def test_ranks_with_selected_keys_pass_in_eager_and_graphs() -> None:
+    case = SELECTED.replace("mqa4", "gqa3x2")
+    assert check_backend(TorchNativeSparseRanksBackend, cases=[case], device="cpu")
 
 
 def test_a_graph_with_a_tree_masks_rows_on_every_rank() -> None:

@@ -164,7 +164,13 @@ INDEXER = Feature(
     order=260,
     fields=("indexer",),
     option=True,
-    traits=(Trait("indexer", lambda case: case.indexer is not None),),
+    traits=(
+        Trait(
+            "indexer",
+            lambda case: case.indexer is not None,
+            excludes={"ranks with their own pools": "index keys would have slots and a request table of their own"},
+        ),
+    ),
     wrong=_wrong,
     words=(
         Word(

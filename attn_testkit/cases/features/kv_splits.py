@@ -176,6 +176,7 @@ KV_SPLITS = Feature(
                 "draft-decode": "branches have their own pages, which are not divided among ranks",
             },
         ),
+        Trait("KV splits of one pool", lambda case: case.kv_splits not in ("", "whole") and not has_own_pools(case)),
         Trait(
             "ranks with their own pools",
             has_own_pools,

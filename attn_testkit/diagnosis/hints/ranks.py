@@ -9,6 +9,7 @@ import torch
 
 from ...cases.features.kv_splits import has_own_pools, splits_of
 from ...checks.rank_reads import RankReads, misread_by_rank
+from ...checks.rank_selections import misread_selection
 from .evidence import Evidence
 from .hint import Level, hint
 
@@ -37,7 +38,8 @@ def _misread(e: Evidence, held: torch.Tensor, want: torch.Tensor, limit: torch.T
     for layer, rank in wrong.movedim(2, 1).flatten(2).any(-1).nonzero().tolist()[:_MOST_TRIED]:
         at = layer, slice(None), rank
         for factor in (1.0, math.log(2)):
-            yield misread_by_rank(RankReads(case, data, layer, rank, held[at] * factor, want[at], limit[at]))
+            reads = RankReads(case, data, layer, rank, held[at] * factor, want[at], limit[at])
+            yield misread_by_rank(reads) or misread_selection(reads)
 
 
 _MOST_TRIED = 8
