@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from ..cases.case import CODES, Case, Heads
 from ..cases.features.numbers import nearest
 from ..cases.head_layouts import latent, latent_heads
+from ..cases.selection import Selection
 from ..contract import Capabilities
+from .indexer_cases import with_indexer
 from .layer_options import with_options, without_options
 
 _PAGE = 4
@@ -30,7 +32,7 @@ def rank_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     kv_dtypes = sorted(declared.kv_pool.kv_dtypes - declared.needs.finite_page_tails)
     if not kv_dtypes:
         return
-    plain = without_options(declared, small).with_changes(kv_dtype=kv_dtypes[-1])
+    plain = without_options(declared, small).with_changes(kv_dtype=kv_dtypes[-1], **_selected(declared))
     # vLLM deals tokens or pages; SGLang deals tokens; the last two numbers are smaller than a page and divide none.
     for ranks, interleave in ((2, page), (3, 1), (4, page // 2 or 2), (_MOST, 5)):
         case = _of_ranks(plain, page, ranks, interleave, _around(page, ranks, interleave))
@@ -41,9 +43,22 @@ def rank_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     for heads in _other_heads(declared, small):
         other = plain.with_changes(**heads)
         yield _of_ranks(other, page, 2, page, (2 * page - 1, 0, 1, 70)).with_changes(data="gauss")
+    indexer = declared.sparse.indexer if declared.sparse else None
+    if indexer and indexer.replicated:
+        # The tokens of a step are on several ranks, and each rank has the index keys of all.
+        yield with_indexer(declared, _of_ranks(plain, page, 3, 2, (_LONG, 70, 1)).with_changes(data="gauss"))
     yield with_options(declared, _of_ranks(small, page, 3, page, (_LONG, 70, 1)), 60).with_changes(
         kv_dtype=kv_dtypes[0], data="gauss", merged_by_backend=own
     )
+
+
+def _selected(declared: Capabilities) -> dict[str, object]:
+    """Fields of cases whose rows select several keys, if layers select keys, in the forms that no indexer gives."""
+    sparse = declared.sparse
+    if sparse is None:
+        return {}
+    topk = min(sparse.topk, key=lambda each: (each == 1, each))
+    return {"selection": Selection(topk, False, sparse.holes, sparse.empty_rows, sparse.block), "indexer": None}
 
 
 def _around(page: int, ranks: int, interleave: int) -> tuple[int, ...]:

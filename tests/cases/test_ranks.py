@@ -13,7 +13,7 @@ from attn_testkit.backends.torch_native_sparse_ranks import TorchNativeSparseRan
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.features.kv_splits import KV_SPLITS, has_own_pools, splits_of
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import ForwardMode, KVSplit, LogSumExp
+from attn_testkit.contract import ForwardMode, Indexer, KVSplit, LogSumExp, Sparse
 
 ALL = TorchNativeRanksBackend.capabilities
 MODES = sorted(set(ForwardMode) - {ForwardMode.DRAFT_DECODE})
@@ -174,17 +174,31 @@ def test_ranks_have_selected_keys_which_leave_out_keys_of_a_rank(mode: ForwardMo
     assert any(case.selection and max(case.prefixes) > 4 * case.selection.topk > 4 for case in cases)
     assert any(case.selection and case.selection.empty_rows for case in cases)
     assert any(case.data == "plus_minus_one" for case in cases)
+    assert all(len(splits_of(case)) == 3 for case in cases if case.indexer), "the covering array, and one case"
+    assert any(case.indexer for case in cases) is (mode is not ForwardMode.DRAFT_DECODE)
+
+
+def test_only_an_indexer_that_is_replicated_is_on_ranks() -> None:
+    declared = SELECTED.with_changes(sparse={"indexer": Indexer(heads={4})})
+    for mode in MODES:
+        cases = generate(declared, mode, "core")
+        assert any(case.indexer for case in cases)
+        assert not [case.id for case in cases if case.indexer and has_own_pools(case)]
+
+
+def test_selections_of_slots_and_ranks_are_not_declared_together() -> None:
+    with pytest.raises(ValueError, match=r"sparse and lse\.ranks with index_space='slots'"):
+        SELECTED.with_changes(sparse=Sparse(topk={16}, index_space="slots"))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("sel16slots-ranks2by4", "a slot is of the pool of one rank"),
-        ("sel16-idx4-ranks2by4", "index keys would have slots and a request table of their own"),
         ("sel16-lsetokens2", "a selection is made among all keys of a request"),
     ],
 )
-def test_a_selection_of_slots_an_indexer_and_splits_of_one_pool_are_excluded(words: str, said: str) -> None:
+def test_a_selection_of_slots_and_splits_of_one_pool_are_excluded(words: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_case(f"decode-gqa3x2-d64-bf16-p4-k9.80-shuffled-gauss-{words}-b2prod")
 

@@ -22,7 +22,7 @@ from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import make_step_data, stored_kv
 from attn_testkit.steps.ranks import places_on_ranks
 from attn_testkit.steps.schedule import make_schedule
-from attn_testkit_corpus.faults import q_ranks, s_selected_on_ranks
+from attn_testkit_corpus.faults import controls_of_selections, q_ranks, s_selected_on_ranks
 from cuda_on_cpu import emulated_cuda
 
 GQA = "decode-gqa3x2-d64-bf16-p4-k9.0.6.30-shuffled-gauss-ranks3by2-b4prod"
@@ -187,6 +187,19 @@ def test_a_selected_position_that_is_taken_for_a_local_index_is_named() -> None:
     assert re.search(r"rank \d used the selected position \d+ of request \d as a local index", found.hint)
     one = findings(s_selected_on_ranks.RankAttendsToAllSelected, SELECTED.replace("sel16", "sel1"))[0]
     assert re.search(r"rank \d attends to the selected position \d+ of request \d, which rank \d has", one.hint)
+
+
+def test_each_rank_has_an_index_pool_with_the_index_keys_of_all_tokens() -> None:
+    case = SELECTED.replace("sel16", "sel16-idx4")
+    lacking = findings(s_selected_on_ranks.RankStoresOnlyItsIndexKeys, case)[0]
+    assert lacking.check == "index-stored"
+    assert lacking.where.startswith("rank 0 of 3, layer 0, request ")
+    looked_up = findings(s_selected_on_ranks.RankLooksIndexKeysUpInItsKVTable, case)
+    assert [found.check for found in looked_up[:2]] == ["log-sum-exp", "matches-oracle"]
+    assert "rank 1 of 3" in looked_up[0].headline, (
+        "each rank attends to its own selection"
+    )
+    assert check_backend(controls_of_selections.IndexerOfRank, cases=[case], executions=["graph"], device="cpu")
 
 
 def test_ranks_with_selected_keys_pass_in_eager_and_graphs() -> None:

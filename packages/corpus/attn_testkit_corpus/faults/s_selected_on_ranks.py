@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from attn_testkit.contract import KVSplit
+from attn_testkit.contract import ForwardBatch, KVSplit
 
 from .catalogue import fault
+from .indexer import IndexerOnRanks
 from .sparse import SparseOnRanks
 
 _CHECKS = "log-sum-exp reads-own-kv matches-oracle"
@@ -34,3 +35,23 @@ class RankAttendsToAllSelected(SparseOnRanks):
 
     def on_rank(self, selected: torch.Tensor, own: KVSplit) -> torch.Tensor:
         return selected >= 0
+
+
+@fault("sglang #36990, #39330", "index-stored", modes="decode target-verify draft-extend-v2 extend")
+class RankStoresOnlyItsIndexKeys(IndexerOnRanks):
+    """A rank stores the index keys of its own tokens, but each rank selects among the keys of all."""
+
+    def index_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        return super().index_slots(batch).masked_fill(batch.out_cache_loc < 0, 0)
+
+
+@fault(
+    "general; an index pool that is not split beside a KV pool that is",
+    "log-sum-exp matches-oracle reads-own-kv",
+    modes="decode target-verify draft-extend-v2 extend",
+)
+class RankLooksIndexKeysUpInItsKVTable(IndexerOnRanks):
+    """A rank looks index keys up in the request table of its KV pool, which has only the keys of the rank."""
+
+    def index_table(self) -> torch.Tensor:
+        return self.context.req_to_token
