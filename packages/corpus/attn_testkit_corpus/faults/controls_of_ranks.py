@@ -10,7 +10,7 @@ import torch
 from attn_testkit.contract import ForwardBatch
 
 from .catalogue import control
-from .with_ranks import MERGED_ON_RANKS, RankBackend, RankWithoutPositions
+from .with_ranks import MERGED_ON_RANKS, MergingRankBackend, RankBackend, RankWithoutPositions
 
 _FEW = frozenset({"decode", "target-verify"})
 
@@ -34,6 +34,12 @@ class RankComputesItsSlots(RankBackend):
 
     def own_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.where(batch.out_cache_loc <= 0, 0, self.table_slots(batch))
+
+
+@control()
+class RanksMergeInTurn(MergingRankBackend):
+    """Each rank merges its result with that of the ranks after it, as in a reduction along a ring (the parent of faults
+    of merged ranks)."""
 
 
 @control("ranks-in-base-2-heads-first")

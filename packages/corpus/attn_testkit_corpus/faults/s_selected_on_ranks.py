@@ -46,7 +46,7 @@ class RankStoresOnlyItsIndexKeys(IndexerOnRanks):
 
 
 @fault(
-    "general; an index pool that is not split beside a KV pool that is",
+    "general; a KV pool that is split, and an index pool that is not",
     "log-sum-exp matches-oracle reads-own-kv",
     modes="decode target-verify draft-extend-v2 extend",
 )

@@ -177,7 +177,8 @@ class VLLMLatentBackend(VLLMBackend):
         """Output and log-sum-exp of ``forward_mqa`` over all keys, or over those of a rank of decode context
         parallelism, as vLLM merges them."""
         found = self._attend(q, k, layer, batch, save_kv_cache)
-        return without_empty_rows(*found, batch.extras[_KEPT][name_of(layer)]) if part.own_pool else found
+        metadata: Any = batch.extras[_KEPT]
+        return without_empty_rows(*found, metadata[name_of(layer)]) if part.own_pool else found
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
