@@ -196,9 +196,7 @@ def test_each_rank_has_an_index_pool_with_the_index_keys_of_all_tokens() -> None
     assert lacking.where.startswith("rank 0 of 3, layer 0, request ")
     looked_up = findings(s_selected_on_ranks.RankLooksIndexKeysUpInItsKVTable, case)
     assert [found.check for found in looked_up[:2]] == ["log-sum-exp", "matches-oracle"]
-    assert "rank 1 of 3" in looked_up[0].headline, (
-        "each rank attends to its own selection"
-    )
+    assert "rank 1 of 3" in looked_up[0].headline, "each rank attends to its own selection"
     assert check_backend(controls_of_selections.IndexerOfRank, cases=[case], executions=["graph"], device="cpu")
 
 
