@@ -10,6 +10,7 @@ from ..contract import Capabilities, Execution
 from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, index_scales, keys_of, scales_of
 from ..contract.sparse import INDEX_SUMS
 from ..results.finding import Finding
+from ..steps.data import StepData
 from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
 from ..steps.kv_groups import slot_in_pool
 from .comparison import Comparison
@@ -91,7 +92,8 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
                     where=f"{_rank(case, place)}{_token(comparison, layer, row)}, "
                     f"{_slot(comparison, int(slots[row]))}: {value}",
                     spread=f"tokens that are wrong: {int(wrong.sum())} of {len(slots)}",
-                    hint=_of_storage(comparison, after, place, layer, slots),
+                    hint=_of_other_ranks(case, data, place, wrong)
+                    or _of_storage(comparison, after, place, layer, slots),
                     step=observed.label,
                 )
             ]
@@ -161,6 +163,17 @@ def _token(comparison: Comparison, layer: int, row: int) -> str:
         f"{case.layers.name(layer)}, request {int(data.row_request[row])}, row {int(data.row_offset[row])}, token at "
         f"position {int(data.positions[row])}"
     )
+
+
+def _of_other_ranks(case: Case, data: StepData, place: int, wrong: torch.Tensor) -> str:
+    """Hint for a rank without the index keys of tokens ``wrong`` [T] bool, if these are the tokens of other ranks."""
+    if not has_own_pools(case):
+        return ""
+    rank = splits_of(case)[place // len(index_layers(case))]
+    others = ~rank.holds(data.row_key, torch.zeros_like(data.row_key))
+    if not torch.equal(wrong, others):
+        return ""
+    return f"these are the tokens of other ranks: {rank} stores the index keys of all tokens, in batch.index_cache_loc"
 
 
 def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: int, slots: torch.Tensor) -> str:

@@ -194,6 +194,9 @@ def test_each_rank_has_an_index_pool_with_the_index_keys_of_all_tokens() -> None
     lacking = findings(s_selected_on_ranks.RankStoresOnlyItsIndexKeys, case)[0]
     assert lacking.check == "index-stored"
     assert lacking.where.startswith("rank 0 of 3, layer 0, request ")
+    assert lacking.hint.startswith(
+        "these are the tokens of other ranks: rank 0 of 3 stores the index keys of all tokens"
+    )
     looked_up = findings(s_selected_on_ranks.RankLooksIndexKeysUpInItsKVTable, case)
     assert [found.check for found in looked_up[:2]] == ["log-sum-exp", "matches-oracle"]
     assert "rank 1 of 3" in looked_up[0].headline, "each rank attends to its own selection"

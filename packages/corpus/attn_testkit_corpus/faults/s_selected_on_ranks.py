@@ -37,7 +37,12 @@ class RankAttendsToAllSelected(SparseOnRanks):
         return selected >= 0
 
 
-@fault("sglang #36990, #39330", "index-stored", modes="decode target-verify draft-extend-v2 extend")
+@fault(
+    "sglang #36990, #39330",
+    "index-stored",
+    "these are the tokens of other ranks",
+    modes="decode target-verify draft-extend-v2 extend",
+)
 class RankStoresOnlyItsIndexKeys(IndexerOnRanks):
     """A rank stores the index keys of its own tokens, but each rank selects among the keys of all."""
 
