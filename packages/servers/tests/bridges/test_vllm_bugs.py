@@ -76,6 +76,12 @@ def test_two_and_four_ranks_of_vllms_class_pass_in_eager_and_graphs(tmp_path: Pa
     assert [each["status"] for each in passed] == ["passed", "passed"]
 
 
+def test_ranks_of_flashmla_pass_also_those_without_keys(tmp_path: Path) -> None:
+    case = RANKS.format("37.0.130", "4by64", 4).replace("-p16-", "-p64-")
+    passed = results_of(tmp_path, "--backend", "vllm:flashmla", "--execution", "eager", "--case", case)
+    assert [each["status"] for each in passed] == ["passed"]
+
+
 def test_a_graph_whose_splits_are_left_to_a_heuristic_writes_no_row_of_longer_requests(tmp_path: Path) -> None:
     case = "extend-mqa4-d64-bf16-p16-k254.510.1022-n4a4x2.3-shuffled-plus_minus_one-kvcustom-b3prod"
     which = ("--execution", "graph", "--case", case)

@@ -185,8 +185,9 @@ def test_the_known_failures_of_mla_are_log_sum_exps_that_fp16_cannot_hold() -> N
         assert known.checks == ("log-sum-exp", "matches-oracle")
 
 
-def test_ranks_of_mla_decode_because_vllm_refuses_drafts_of_several_rows_there() -> None:
-    declared = CAPABILITIES["triton_mla"].capabilities
+@pytest.mark.parametrize("name", ["triton_mla", "flashmla"])
+def test_ranks_of_mla_decode_because_vllm_refuses_drafts_of_several_rows_there(name: str) -> None:
+    declared = CAPABILITIES[name].capabilities
     assert declared.lse is not None
     assert declared.lse.ranks == {ForwardMode.DECODE}
     assert not declared.lse.merges, "vLLM merges with collectives"

@@ -276,7 +276,10 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         compiled_store=True,  # concat_and_cache_mla
     ),
     "flashmla": _flash_mla(
-        "vllm._flashmla_C", Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend")
+        "vllm._flashmla_C",
+        Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        # Only with ranks does it return a log-sum-exp in rows of heads; its builder takes no rows of drafts then.
+        Line("lse", LogSumExp(base="e", ranks={D}), f"{_FLASH_MLA}:FlashMLAImpl.forward_mqa"),
     ),
     "flashmla_fp8": _flash_mla(
         "vllm._flashmla_extension_C",
