@@ -258,7 +258,13 @@ class ServerHarness:
         dialect = dialect_of(self.capabilities, self.case)
         most_keys = _most_keys(schedules, context.max_context_len, dialect)
         self.context = replace(
-            context, req_to_token=tables[0], kv_groups=groups, dialect=dialect, max_context_len=most_keys
+            context,
+            req_to_token=tables[0],
+            kv_groups=groups,
+            dialect=dialect,
+            max_context_len=most_keys,
+            # The pool of rank 0 has the pages of the schedule in their order, and so have all index pools.
+            index_req_to_token=tables[0] if context.index_pool and has_own_pools(self.case) else None,
         )
         self._is_spread = bool(variant_of(self.case).pool_elements)
         self.memories = memories_of(self.context, schedules[0])

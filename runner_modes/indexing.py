@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 
+from attn_testkit.cases.features.kv_splits import has_own_pools, splits_of
 from attn_testkit.cases.features.server.table import variant_of
 from attn_testkit.cases.features.server.wider_buffers import columns_behind
+from attn_testkit.cases.fields import Fields
 from attn_testkit.cases.indexing import Indexing
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Bytes, Piece
@@ -57,12 +60,26 @@ def index_pool_for(
         return None
     ids, large = [layers[place].layer_id for place in index_layers(case)], bool(variant_of(case).pool_elements)
     try:
-        make = allocate_for(case, len(ids), cleared=not large)
-        return IndexPool(pool.num_slots, ids, scale_of(case), device, make)
+        replicas = _replicas(case)
+        make = allocate_for(case, replicas * len(ids), cleared=not large)
+        return IndexPool(pool.num_slots, ids * replicas, scale_of(case), device, make)
     except RuntimeError as error:
         if not large or not out_of_memory(error):
             raise
         raise NoRoomError(f"{NO_ROOM}for an index pool of more than 2^31 bytes: {first_line(error)}") from None
+
+
+def _replicas(case: Fields) -> int:
+    """Number of index pools: one for each rank with its own KV pool."""
+    return len(splits_of(case)) if has_own_pools(case) else 1
+
+
+def replica_of(pool: IndexPool, rank: int, ranks: int) -> IndexPool:
+    """The index pool of a rank. ``pool`` has the layers of rank 0, then those of rank 1, and so on."""
+    count, found = len(pool.layer_ids) // ranks, copy(pool)
+    found.layer_ids = pool.layer_ids[:count]
+    found.memory = pool.memory[rank * count : (rank + 1) * count]
+    return found
 
 
 def _planes(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +154,7 @@ class IndexWatch:
         with past_modes():
             data = make_index_data(schedule, step)
             packed = _packed(data)
-            self._before = index_memory(schedule, step, after=step.stored)
+            self._before = index_memory(schedule, step, after=step.stored).repeat(_replicas(schedule.case), 1, 1)
         before = upload(self._before, self._device)
         with past_modes():
             if len(packed):

@@ -18,6 +18,7 @@ from attn_testkit.contract import AttentionLayer, ForwardBatch, KVSplit
 from attn_testkit.model import Trace
 
 from .harness import ServerHarness
+from .ranks import Ranks
 from .returned import check_returned
 
 
@@ -90,11 +91,13 @@ class InParts:
     ) -> torch.Tensor:
         """Merge the last two splits, and so on to the first; ``lses`` gets the last log-sum-exp.
 
-        In this order, two empty splits of short requests are merged, like chunks of a prefix (vLLM #39148).
+        In this order, two empty splits of short requests are merged, like chunks of a prefix (vLLM #39148). Each rank
+        with its own pool merges its own partial result with that of all ranks after it, so all but the last merge.
         """
-        whole = outs[-1], lses[-1]
-        for out, lse in zip(outs[-2::-1], lses[-2::-1], strict=True):
-            given = self._harness.backend.merge_state(out, lse, *whole)
+        whole, backend = (outs[-1], lses[-1]), self._harness.backend
+        merging = backend.instances if isinstance(backend, Ranks) else [backend] * len(outs)
+        for one, out, lse in zip(merging[-2::-1], outs[-2::-1], lses[-2::-1], strict=True):
+            given = one.merge_state(out, lse, *whole)
             whole = self._checked(given, layer, out.shape[0], f"merge_state in layer {layer.layer_id}")
         lses.append(whole[1])
         return whole[0]

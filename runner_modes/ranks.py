@@ -25,6 +25,8 @@ from attn_testkit.contract import (
     VerifyMask,
 )
 
+from .indexing import replica_of
+
 
 def context_of_rank(context: BackendContext, rank: int) -> BackendContext:
     """The context of the instance that is a rank: it has the pool and the request table of the rank, and its split."""
@@ -35,6 +37,7 @@ def context_of_rank(context: BackendContext, rank: int) -> BackendContext:
         req_to_token=group.req_to_token,
         kv_groups=(),
         kv_splits=(context.kv_splits[rank],),
+        index_pool=context.index_pool and replica_of(context.index_pool, rank, context.dcp_world_size),
     )
 
 
@@ -50,6 +53,7 @@ class Ranks(AttentionBackend):
         self.context = context
         self.instances = [backend_class(context_of_rank(context, rank)) for rank in range(len(context.kv_splits))]
         self.kernels = self.instances[0].kernels
+        self._selected: list[torch.Tensor] = []
 
     def forward(
         self,
@@ -77,14 +81,25 @@ class Ranks(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Partial result of the rank of ``part``, as ``AttentionBackend.forward_return_lse`` returns it."""
         named = more if save_kv_cache else {**more, "save_kv_cache": False}
+        if self._selected and named.get("selected") is self._selected[0]:
+            named = {**named, "selected": self._selected[part.rank]}
         own = self._of_rank(batch, part.rank)
         return self.instances[part.rank].forward_return_lse(q, k, v, layer, own, **named, part=part)
 
-    def merge_state(
-        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge two partial results on rank 0."""
-        return self.instances[0].merge_state(out_a, lse_a, out_b, lse_b)
+    def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        """Store index keys in the index pool of every rank."""
+        for instance, own in self._each(batch):
+            instance.store_index(k_index, layer, own)
+
+    def select(
+        self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Selection of rank 0. Each rank attends to its own selection, if it gets this one back."""
+        self._selected = [
+            instance.select(q_index, weights, layer, self._of_rank(batch, rank))
+            for rank, instance in enumerate(self.instances)
+        ]
+        return self._selected[0]
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan an eager step on every rank."""

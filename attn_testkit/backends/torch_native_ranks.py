@@ -55,7 +55,7 @@ class TorchNativeRanksBackend(TorchNativeBackend):
             verify_lens=frozenset({"prefix", "all"}),
         ),
         promises=Promises(deterministic=True),
-        lse=LogSumExp(base="e", ranks=_MODES),
+        lse=LogSumExp(base="e", ranks=_MODES, merges=True),
     )
 
     @override

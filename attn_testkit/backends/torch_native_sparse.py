@@ -145,7 +145,11 @@ class TorchNativeSparseBackend(KernelBackend):
         assert plan.selected is not None
         # Padded rows after the last selection select no key.
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
-        return self.attend_all(q, kv, plan, self.slots(selected, plan), selected >= 0)
+        return self.attend_all(q, kv, plan, self.slots(selected, plan), self.is_key(selected, plan))
+
+    def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, topk] bool: True for the selected keys of ``plan.part``, and False for -1."""
+        return selected >= 0
 
     def read(
         self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer

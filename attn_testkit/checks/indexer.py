@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..cases.case import Case
+from ..cases.features.kv_splits import has_own_pools, splits_of
 from ..contract import Capabilities, Execution
 from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, index_scales, keys_of, scales_of
 from ..contract.sparse import INDEX_SUMS
 from ..results.finding import Finding
+from ..steps.data import StepData
 from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
 from ..steps.kv_groups import slot_in_pool
 from .comparison import Comparison
@@ -39,8 +41,11 @@ def selections_shown(case: Case) -> bool:
 
 
 def _memory(observed: Observation) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index pool before and after a step, [layers with index keys, pages, 64 * 132] uint8."""
-    before = index_memory(observed.schedule, observed.step, after=observed.step.stored)
+    """The index pool before and after a step, [layers with index keys, pages, 64 * 132] uint8; those of rank 0 come
+    before those of rank 1, and so on."""
+    case = observed.schedule.case
+    ranks = len(splits_of(case)) if has_own_pools(case) else 1
+    before = index_memory(observed.schedule, observed.step, after=observed.step.stored).repeat(ranks, 1, 1)
     after, pieces = before.clone(), observed.copies.group("index")
     after.view(-1)[pieces["at"]] = pieces["now"]
     return before, after
@@ -54,7 +59,7 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
     before, after = _memory(observed)
     data, index = comparison.expected.data, make_index_data(observed.schedule, observed.step)
     slots = data.out_cache_loc if not observed.step.stored else data.out_cache_loc[:0]
-    for place, layer in enumerate(index_layers(case)):
+    for place, layer in enumerate(_layers_of(case, len(after))):
         keys, scales = keys_of(after[place]).flatten(0, 1), scales_of(after[place]).flatten()
         given = index.k[layer, : len(slots)].float()
         want = index_scales(given, scale_of(case))
@@ -84,9 +89,11 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
                 Finding(
                     "index-stored",
                     f"the index pool does not hold the {which} of a token of this step",
-                    where=f"{_token(comparison, layer, row)}, {_slot(comparison, int(slots[row]))}: {value}",
+                    where=f"{_rank(case, place)}{_token(comparison, layer, row)}, "
+                    f"{_slot(comparison, int(slots[row]))}: {value}",
                     spread=f"tokens that are wrong: {int(wrong.sum())} of {len(slots)}",
-                    hint=_of_storage(comparison, after, place, layer, slots),
+                    hint=_of_other_ranks(case, data, place, wrong)
+                    or _of_storage(comparison, after, place, layer, slots),
                     step=observed.label,
                 )
             ]
@@ -116,17 +123,28 @@ def _elsewhere(comparison: Comparison, before: torch.Tensor, after: torch.Tensor
         ),
         "no live request",
     )
-    layer = index_layers(case)[place]
+    layer = _layers_of(case, len(after))[place]
     return [
         Finding(
             "index-stored",
             f"the index pool is wrong after the step: the {which} of another token was overwritten",
-            where=f"{case.layers.name(layer)}, {_slot(comparison, slot)}, of {whose}",
+            where=f"{_rank(case, place)}{case.layers.name(layer)}, {_slot(comparison, slot)}, of {whose}",
             spread=f"slots that are wrong: {int(wrong.sum())}",
             hint="store only the rows of live requests, and padded rows in the slot of out_cache_loc",
             step=observed.label,
         )
     ]
+
+
+def _layers_of(case: Case, places: int) -> list[int]:
+    """Layer of each of ``places`` layers of the pool, which has the layers with index keys once for each rank."""
+    own = index_layers(case)
+    return [*own] * (places // len(own))
+
+
+def _rank(case: Case, place: int) -> str:
+    """Name of the rank of a layer of the pool, followed by a comma; empty without ranks."""
+    return f"{splits_of(case)[place // len(index_layers(case))]}, " if has_own_pools(case) else ""
 
 
 def _slot(comparison: Comparison, slot: int) -> str:
@@ -145,6 +163,17 @@ def _token(comparison: Comparison, layer: int, row: int) -> str:
         f"{case.layers.name(layer)}, request {int(data.row_request[row])}, row {int(data.row_offset[row])}, token at "
         f"position {int(data.positions[row])}"
     )
+
+
+def _of_other_ranks(case: Case, data: StepData, place: int, wrong: torch.Tensor) -> str:
+    """Hint for a rank without the index keys of tokens ``wrong`` [T] bool, if these are the tokens of other ranks."""
+    if not has_own_pools(case):
+        return ""
+    rank = splits_of(case)[place // len(index_layers(case))]
+    others = ~rank.holds(data.row_key, torch.zeros_like(data.row_key))
+    if not torch.equal(wrong, others):
+        return ""
+    return f"these are the tokens of other ranks: {rank} stores the index keys of all tokens, in batch.index_cache_loc"
 
 
 def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: int, slots: torch.Tensor) -> str:

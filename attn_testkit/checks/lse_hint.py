@@ -10,6 +10,7 @@ from ..families.rounding import UNIT_ROUNDOFF
 from .lse_patterns import MISTAKES, LseEvidence
 from .lse_places import of_fewer_keys, of_other_heads
 from .rank_reads import RankReads, misread_by_rank
+from .rank_selections import misread_selection
 
 _UNSHIFTED = (
     "exponentials of large numbers are 0 or Inf, so the logarithm of their sum is -Inf or Inf: subtract {} before exp, "
@@ -25,12 +26,10 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
     ``want``, ``limit`` [T, Hq] float64: the expected values and their limits.
     """
     found = evidence.found
-    if not evidence.merged and (
-        misread := misread_by_rank(
-            RankReads(evidence.case, evidence.data, evidence.layer, evidence.part, found, want, limit)
-        )
-    ):
-        return misread
+    if not evidence.merged:
+        reads = RankReads(evidence.case, evidence.data, evidence.layer, evidence.part, found, want, limit)
+        if misread := misread_by_rank(reads) or misread_selection(reads):
+            return misread
     if found.isnan().any():
         return (
             "the value was never written, or is -inf minus -inf, as of a softmax over no key or a merge of two KV "

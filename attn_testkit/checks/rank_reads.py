@@ -118,8 +118,8 @@ def _of_blocks(split: KVSplit, keys: int) -> int:
 
 
 def misread_by_rank(reads: RankReads) -> str:
-    """The mistake that explains every row, in words; empty if none does, or if ranks share a pool."""
-    if not has_own_pools(reads.case):
+    """The mistake that explains every row, in words; empty if none does, or if ranks share a pool or select keys."""
+    if not has_own_pools(reads.case) or reads.case.selection:
         return ""
     return next((text for misread in _MISREADS if (text := _explained(reads, misread))), "")
 

@@ -195,7 +195,8 @@ class AttentionBackend(ABC):
 
         ``out_a``, ``out_b`` [T, Hq, Dv] in the model's dtype, ``lse_a``, ``lse_b`` in the declared base, layout and
         dtype. Returns output and log-sum-exp of the two splits together, in the same form. One split may be empty, or
-        both. May run under capture: device work only.
+        both. May run under capture: device work only. Of ranks with their own pools each but the last merges its own
+        result, a, with that of all ranks after it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} declares lse with merges=True but does not define merge_state"

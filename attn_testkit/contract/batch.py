@@ -148,6 +148,7 @@ class ForwardBatch:
                                        absent
     ``out_cache_loc``                  [T]                           [T]                     [T]
     ``group_cache_locs``               [G, T], only with groups      the same                the same
+    ``index_cache_loc``                [T], only for some ranks      the same                the same
     ``num_padding``                    B - R                         absent                  absent
     ``actual_forward_mode``            ``forward_mode``              absent                  absent
     ``mm_prefix_range*``               [B], only with spans          absent                  absent
@@ -253,6 +254,9 @@ class ForwardBatch:
     """[bs] int32: keys of each request in the pool of this rank, those of the step included, in every mode and with
     every convention of ``seq_lens``; 0 if all are on other ranks. None, and absent from a replay's view, if the
     instance is not a rank (``BackendContext.dcp_rank``)."""
+    index_cache_loc: torch.Tensor | None = None
+    """[T] int64: slot of each new token in the index pool of a rank, which stores the index keys of all tokens. None,
+    and absent from a replay's view, if index keys are in the slots of the KV pool."""
     mm_prefix_range: list[list[tuple[int, int]]] | None = None
     """Bidirectional spans of each of ``batch_size`` requests, on the host: first and last position of each, both
     included, counted from the request's first token. Padded requests have none. None, and absent from a replay's view,

@@ -133,6 +133,7 @@ class Capabilities(Declared):
             "bounds.max_topk above 1": self.bounds.max_topk > 1,
             "cross_attention": bool(self.cross_attention.modes),
             "lse with a fused indexer": lse is not None and fused,
+            "lse.ranks with index_space='slots'": lse is not None and bool(lse.ranks) and sparse.index_space == "slots",
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
             raise ValueError(f"Capabilities declare sparse and {name}, but no case combines them; leave {name} out")

@@ -58,6 +58,9 @@ class BackendContext:
     """K: widest branching of a draft tree; 1 for a chain, 0 without target-verify."""
     index_pool: IndexPool | None = None
     """Index keys of the layers that select keys; None without an indexer."""
+    index_req_to_token: torch.Tensor | None = None
+    """[requests, max_context_len] int32: slot in the index pool of each key of a request, for a rank
+    (``Indexer.replicated``), whose index pool has all keys. None: index keys are in the slots of the KV pool."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
     max_encoder_len: int = 0

@@ -228,11 +228,14 @@ def _pages(context: BackendContext, layer: AttentionLayer) -> tuple[torch.Tensor
 
 
 def _plan_of(backend: KernelBackend, layer: AttentionLayer, batch: ForwardBatch) -> KernelPlan:
-    """The plan of a layer that stores no keys and values. Layers with an indexer share one KV group."""
-    context = backend.context
-    return KernelPlan(
-        backend._kit_step, layer, context.group_of(layer).cache_loc(batch), context.req_to_token.shape[1], False
-    )
+    """The plan of an indexer, with slots of the index pool. Layers with an indexer share one KV group."""
+    context, step = backend.context, backend._kit_step
+    slots = context.group_of(layer).cache_loc(batch)
+    if context.index_req_to_token is not None:
+        assert batch.index_cache_loc is not None
+        slots = batch.index_cache_loc.clamp(min=0)
+        step = replace(step, table=context.index_req_to_token[batch.req_pool_indices[: batch.batch_size].long()])
+    return KernelPlan(step, layer, slots, context.req_to_token.shape[1], False)
 
 
 def _stored(

@@ -34,6 +34,9 @@ class Indexer(Declared):
     quotient, rounded up to a power of two (UE8M0)."""
     reuses_selections: bool = False
     """May a layer use the selection of the layer before it? It has no index keys then (``index_topk_freq``)."""
+    replicated: bool = False
+    """May the instance be a rank of decode context parallelism (``LogSumExp.ranks``)? Then each rank stores the index
+    keys of all tokens in an index pool of its own (``BackendContext.index_req_to_token``), and selects for itself."""
     sums: str = "float32"
     """How are products of FP8 numbers summed? Default, ``float32``. ``fp22``: with 13 bits of mantissa, as tensor cores
     of SM90 do. It widens the margin of scores that are not whole numbers."""
@@ -122,4 +125,5 @@ def _selects(indexer: Indexer | None, context: BackendContext) -> bool:
     heads = indexer.heads if indexer.fused else indexer.heads | {0}
     reused = indexer.reuses_selections or not any(layer.reuses_selection for layer in context.layers)
     scale = context.index_pool is None or context.index_pool.scale == indexer.scale
-    return reused and scale and all(layer.index_heads in heads for layer in context.layers)
+    replicated = indexer.replicated or context.index_req_to_token is None
+    return reused and scale and replicated and all(layer.index_heads in heads for layer in context.layers)

@@ -568,7 +568,7 @@ RULES: tuple[Rule, ...] = (
         ("vLLM #54541", "sglang #36886"),
         "The server gives each rank a pool and a request table of its own, and the slot -1 for a token of another "
         "rank.",
-        families=("softmax",),
+        families=_KEYS,
         declared=("lse",),
     ),
     Rule(
@@ -579,7 +579,7 @@ RULES: tuple[Rule, ...] = (
         ("KV splits",),
         ("vLLM #28990", "vLLM #30309"),
         "The server gathers queries over heads, and merges the results of the ranks by their log-sum-exps.",
-        families=("softmax",),
+        families=_KEYS,
         declared=("lse",),
     ),
     Rule(

@@ -1,7 +1,7 @@
 """Lengths of requests on ranks with their own pools, as vLLM gives them: ``dcp_local_seq_lens``.
 
 Batches of the harness have the lengths of all ranks, [R, bs]; ``ranks.py`` gives each rank its row. Slots of new tokens
-are ``group_cache_locs`` in the same way.
+are ``group_cache_locs`` in the same way. All ranks have the same slots of index keys, ``index_cache_loc``.
 """
 
 from __future__ import annotations
@@ -85,5 +85,17 @@ TENSORS: tuple[BatchField, ...] = (
         graph=_of_graph,
         given=lambda harness: _ranks(harness.context) > 0,
         watched=(f"batch.{_NAME}",),
+    ),
+    StepTensor(
+        "index_cache_loc",
+        torch.int64,
+        per="row",
+        padded=lambda harness, schedule, fill: harness.padding_slot(0),
+        live=lambda filling: filling.data.out_cache_loc.numpy(),
+        rest=lambda filling: filling.harness.padding_slot(filling.step.index),
+        eager=lambda harness, staged: staged.data.out_cache_loc,
+        graph=lambda batch: batch.buffers["index_cache_loc"][: batch.stored],
+        given=lambda harness: harness.context.index_req_to_token is not None,
+        watched=("batch.index_cache_loc",),
     ),
 )

@@ -9,10 +9,11 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
+from attn_testkit.backends.torch_native_sparse_ranks import TorchNativeSparseRanksBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.features.kv_splits import KV_SPLITS, has_own_pools, splits_of
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import ForwardMode, KVSplit, LogSumExp
+from attn_testkit.contract import ForwardMode, Indexer, KVSplit, LogSumExp, Sparse
 
 ALL = TorchNativeRanksBackend.capabilities
 MODES = sorted(set(ForwardMode) - {ForwardMode.DRAFT_DECODE})
@@ -123,6 +124,17 @@ def test_core_counts_keys_and_has_both_families_of_heads_in_each_mode() -> None:
         assert {case.heads.layout.wide_rows for case in cases} == {True, False}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backend_that_merges_does_so_in_some_cases_of_ranks_and_the_kit_in_the_others(mode: ForwardMode) -> None:
+    merged = [case for case in core(mode) if case.merged_by_backend]
+    assert {8, 3, 2} <= {len(splits_of(case)) for case in merged}
+    assert any(case.data == "negative" for case in merged), "exponentials of bare log-sum-exps are 0"
+    assert any(prefix + case.most_new <= splits_of(case)[0].interleave for case in merged for prefix in case.prefixes)
+    assert {len(splits_of(case)) for case in core(mode) if not case.merged_by_backend} == {2, 3, 4}
+    by_kit = ALL.with_changes(lse=LogSumExp("e", ranks=ALL.lse.ranks)) if ALL.lse else ALL
+    assert not [case for case in generate(by_kit, mode, "core") if case.merged_by_backend]
+
+
 def test_only_a_backend_that_can_be_a_rank_gets_such_cases() -> None:
     for mode in ForwardMode:
         cases = [case for tier in ("smoke", "core") for case in generate(TorchNativeBackend.capabilities, mode, tier)]
@@ -149,6 +161,46 @@ def test_cases_exist_whatever_else_is_declared(seed: int) -> None:
         for mode in MODES:
             for tier in ("smoke", "core"):
                 assert [case for case in generate(declared, mode, tier, seed) if has_own_pools(case)]
+
+
+SELECTED = TorchNativeSparseRanksBackend.capabilities
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_have_selected_keys_which_leave_out_keys_of_a_rank(mode: ForwardMode) -> None:
+    cases = [case for case in generate(SELECTED, mode, "core") if has_own_pools(case)]
+    assert all(case.selection for case in cases)
+    assert {len(splits_of(case)) for case in cases} == {2, 3, 4, 8}
+    assert any(case.selection and max(case.prefixes) > 4 * case.selection.topk > 4 for case in cases)
+    assert any(case.selection and case.selection.empty_rows for case in cases)
+    assert any(case.data == "plus_minus_one" for case in cases)
+    assert all(len(splits_of(case)) == 3 for case in cases if case.indexer), "the covering array, and one case"
+    assert any(case.indexer for case in cases) is (mode is not ForwardMode.DRAFT_DECODE)
+
+
+def test_only_an_indexer_that_is_replicated_is_on_ranks() -> None:
+    declared = SELECTED.with_changes(sparse={"indexer": Indexer(heads={4})})
+    for mode in MODES:
+        cases = generate(declared, mode, "core")
+        assert any(case.indexer for case in cases)
+        assert not [case.id for case in cases if case.indexer and has_own_pools(case)]
+
+
+def test_selections_of_slots_and_ranks_are_not_declared_together() -> None:
+    with pytest.raises(ValueError, match=r"sparse and lse\.ranks with index_space='slots'"):
+        SELECTED.with_changes(sparse=Sparse(topk={16}, index_space="slots"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sel16slots-ranks2by4", "a slot is of the pool of one rank"),
+        ("sel16-lsetokens2", "a selection is made among all keys of a request"),
+    ],
+)
+def test_a_selection_of_slots_and_splits_of_one_pool_are_excluded(words: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_case(f"decode-gqa3x2-d64-bf16-p4-k9.80-shuffled-gauss-{words}-b2prod")
 
 
 def test_ranks_run_in_both_orders() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from attn_testkit.runner_modes.ranks import Ranks
 from in_process import check_backend
 
 from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
+from attn_testkit.backends.torch_native_sparse_ranks import TorchNativeSparseRanksBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.features.kv_splits import splits_of
 from attn_testkit.contract import AttentionBackend, BackendContext, ForwardBatch, KVSplit, Unsupported
@@ -20,10 +22,11 @@ from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import make_step_data, stored_kv
 from attn_testkit.steps.ranks import places_on_ranks
 from attn_testkit.steps.schedule import make_schedule
-from attn_testkit_corpus.faults import q_ranks
+from attn_testkit_corpus.faults import controls_of_selections, q_ranks, s_selected_on_ranks
 from cuda_on_cpu import emulated_cuda
 
 GQA = "decode-gqa3x2-d64-bf16-p4-k9.0.6.30-shuffled-gauss-ranks3by2-b4prod"
+MERGED = GQA.replace("ranks3by2", "ranks3by2merged")
 POOLS = [
     GQA,
     "target-verify-mla4-d64r64-bf16-p4-k7.0.1.70-t0.0.1.2-reversed-gauss-ranks2by4-b5prod",
@@ -148,6 +151,61 @@ def test_ranks_run_in_the_order_that_the_case_says() -> None:
         assert [rank for rank, _ in Spy.asked[:6]] == order * 2, "in each layer"
         stores = {Spy.asked[at : at + 3] == [(rank, True) for rank in order] for at in range(0, len(Spy.asked), 3)}
         assert True in stores, "each rank stores its own tokens"
+
+
+class Merges(TorchNativeRanksBackend):
+    """Healthy; remembers which ranks merged."""
+
+    ranks: ClassVar[list[int]] = []
+
+    def merge_state(self, *results: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(self.ranks) < 4:
+            self.ranks.append(self.context.dcp_rank)
+        return super().merge_state(*results)
+
+
+def test_each_rank_merges_its_result_with_those_of_the_ranks_after_it() -> None:
+    Merges.ranks.clear()
+    assert check_backend(Merges, cases=[MERGED], executions=["eager"], device="cpu")
+    assert Merges.ranks == [1, 0, 1, 0], "in each layer, in one order whatever the order in which ranks attend"
+
+
+def test_a_merge_that_leaves_out_a_rank_or_has_another_base_is_found() -> None:
+    lacking = findings(q_ranks.FirstRankIsLeftOut, MERGED.replace("gqa3x2", "gqa2x2"))
+    assert [found.check for found in lacking[:2]] == ["log-sum-exp", "matches-oracle"]
+    assert "the merged result of merge_state" in lacking[0].headline
+    other = findings(q_ranks.RanksAreMergedInBase2, MERGED.replace("gqa3x2", "gqa2x2"))[0]
+    assert "KV splits are merged as if they were in the other base than declared" in other.hint
+
+
+SELECTED = "decode-mqa4-d64-bf16-p4-k70.9.0.33-shuffled-gauss-sel16-ranks3by2-b4prod"
+
+
+def test_a_selected_position_that_is_taken_for_a_local_index_is_named() -> None:
+    found = findings(s_selected_on_ranks.SelectedPositionIsLocalIndex, SELECTED)[0]
+    assert found.check == "log-sum-exp"
+    assert re.search(r"rank \d used the selected position \d+ of request \d as a local index", found.hint)
+    one = findings(s_selected_on_ranks.RankAttendsToAllSelected, SELECTED.replace("sel16", "sel1"))[0]
+    assert re.search(r"rank \d attends to the selected position \d+ of request \d, which rank \d has", one.hint)
+
+
+def test_each_rank_has_an_index_pool_with_the_index_keys_of_all_tokens() -> None:
+    case = SELECTED.replace("sel16", "sel16-idx4")
+    lacking = findings(s_selected_on_ranks.RankStoresOnlyItsIndexKeys, case)[0]
+    assert lacking.check == "index-stored"
+    assert lacking.where.startswith("rank 0 of 3, layer 0, request ")
+    assert lacking.hint.startswith(
+        "these are the tokens of other ranks: rank 0 of 3 stores the index keys of all tokens"
+    )
+    looked_up = findings(s_selected_on_ranks.RankLooksIndexKeysUpInItsKVTable, case)
+    assert [found.check for found in looked_up[:2]] == ["log-sum-exp", "matches-oracle"]
+    assert "rank 1 of 3" in looked_up[0].headline, "each rank attends to its own selection"
+    assert check_backend(controls_of_selections.IndexerOfRank, cases=[case], executions=["graph"], device="cpu")
+
+
+def test_ranks_with_selected_keys_pass_in_eager_and_graphs() -> None:
+    case = SELECTED.replace("mqa4", "gqa3x2")
+    assert check_backend(TorchNativeSparseRanksBackend, cases=[case], device="cpu")
 
 
 def test_a_graph_with_a_tree_masks_rows_on_every_rank() -> None:

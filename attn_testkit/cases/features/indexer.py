@@ -25,6 +25,7 @@ from .feature import (
     of_fields,
     option,
 )
+from .kv_splits import has_own_pools
 from .outside import with_layers
 from .selection import SELECTION
 
@@ -48,7 +49,7 @@ def _words(case: Fields) -> str:
         + ", whose selections two layers use" * each.reuse
         + f", {each.data}" * bool(each.data)
     )
-    return f"an indexer of {each.heads} heads with scales {scale}{more}"
+    return f"an indexer{' on each rank' * has_own_pools(case)} of {each.heads} heads with scales {scale}{more}"
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
@@ -62,6 +63,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         and each.pow2 == (indexer.scale == "power_of_two")
         and each.fused == indexer.fused
         and each.reuse <= indexer.reuses_selections
+        and has_own_pools(case) <= indexer.replicated
         and (each.is_exact or not indexer.fused)
     )
 
@@ -70,7 +72,7 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
     indexer, each = _of(declared, case.mode), case.indexer
     if _declared(declared, case):
         return {}
-    if indexer is None:
+    if indexer is None or has_own_pools(case) > indexer.replicated:
         return {"indexer": None}
     return {"indexer": _like(indexer, each or Indexing(0))}
 

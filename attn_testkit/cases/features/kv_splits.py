@@ -124,8 +124,8 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
     """One number of ranks for each kind of split. The backend merges KV splits if it can."""
     if not declared.lse:
         return {}
-    merges = [kind for kind in ("prefix", "pages", "tokens") if declared.lse.merges]
-    return {"splits": [("", False), *((_COMBINED[kind][0], kind in merges[1:]) for kind in declared.lse.kinds(mode))]}
+    merged = ("pages", "tokens", "ranks") if declared.lse.merges else ()
+    return {"splits": [("", False), *((_COMBINED[kind][0], kind in merged) for kind in declared.lse.kinds(mode))]}
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
@@ -176,6 +176,7 @@ KV_SPLITS = Feature(
                 "draft-decode": "branches have their own pages, which are not divided among ranks",
             },
         ),
+        Trait("KV splits of one pool", lambda case: case.kv_splits not in ("", "whole") and not has_own_pools(case)),
         Trait(
             "ranks with their own pools",
             has_own_pools,

@@ -133,11 +133,16 @@ SELECTION = Feature(
             "selected keys",
             lambda case: case.selection is not None,
             excludes={
-                "KV splits of fewer keys": "a selection is made among all keys of a request",
+                "KV splits of one pool": "a selection is made among all keys of a request",
                 "KV groups": "an index is a position in one request table",
                 "loop": "the model of a loop has no indexer",
                 "branching trees": "servers with an indexer verify chains",
             },
+        ),
+        Trait(
+            "selected slots",
+            lambda case: case.selection is not None and case.selection.slots,
+            excludes={"ranks with their own pools": "a slot is of the pool of one rank, and all get one selection"},
         ),
     ),
     words=(

@@ -10,8 +10,7 @@ import torch
 from attn_testkit.contract import ForwardBatch
 
 from .catalogue import control
-from .with_kv_splits import MODES
-from .with_ranks import NATURAL_ON_RANKS, RankBackend, RankWithoutPositions
+from .with_ranks import MERGED_ON_RANKS, MergingRankBackend, RankBackend, RankWithoutPositions
 
 _FEW = frozenset({"decode", "target-verify"})
 
@@ -37,13 +36,31 @@ class RankComputesItsSlots(RankBackend):
         return torch.where(batch.out_cache_loc <= 0, 0, self.table_slots(batch))
 
 
+@control()
+class RanksMergeInTurn(MergingRankBackend):
+    """Each rank merges its result with that of the ranks after it, as in a reduction along a ring (the parent of faults
+    of merged ranks)."""
+
+
 @control("ranks-in-base-2-heads-first")
 class RanksInBase2HeadsFirst(RankBackend):
     """Log-sum-exp of ranks in base 2, heads before rows, merged by the backend."""
 
     capabilities = RankBackend.capabilities.with_changes(
-        eager=_FEW, graph=_FEW, lse=replace(NATURAL_ON_RANKS, base="2", layout="[H, T]", ranks=MODES)
+        eager=_FEW, graph=_FEW, lse=replace(MERGED_ON_RANKS, base="2", layout="[H, T]")
     )
 
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return (lse / math.log(2)).t()
+
+    def merge_state(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().merge_state(out_a, lse_a.t(), out_b, lse_b.t())
+        return out, lse.t()
+
+    def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(lse - top)
+
+    def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return top + total.log2()

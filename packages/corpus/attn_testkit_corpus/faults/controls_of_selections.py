@@ -7,7 +7,7 @@ import torch
 from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
 
 from .catalogue import control
-from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
+from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerOnRanks, IndexerParent
 from .s_wider_buffers import IndexerOfViews, SparseOfViews
 from .sparse import (
     GroupedSparse,
@@ -15,6 +15,7 @@ from .sparse import (
     SparseBlocks,
     SparseOfVLLM,
     SparseOfWidePages,
+    SparseOnRanks,
     SparseParent,
     SparseWithSums,
     UnionOfRows,
@@ -184,3 +185,14 @@ class SparseInWidePages(SparseOfWidePages):
 @control("sparse-of-vllm")
 class SparseWithPaddedRequestsWithoutKeys(SparseOfVLLM):
     """Padded requests have a length of 0, and lengths of a verify count the step's own keys (vLLM)."""
+
+
+@control()
+class SelectedKeysOfRank(SparseOnRanks):
+    """A rank of decode context parallelism filters and localizes the indices of one global selection, as in SGLang (the
+    parent of the faults of selected keys on ranks)."""
+
+
+@control()
+class IndexerOfRank(IndexerOnRanks):
+    """Index keys are on every rank of decode context parallelism, keys and values on one, as in SGLang."""

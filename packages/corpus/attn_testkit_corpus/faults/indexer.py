@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
 
-from .sparse import SparseParent
+from .sparse import SparseOnRanks, SparseParent
 
 INDEX_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 _PAGE, _WIDTH, _LARGEST = 64, 128, 448.0
@@ -100,6 +102,51 @@ class IndexerOfPrefixes(IndexerParent):
     """A right backend whose scores reach to the end of the request table, whatever ``max_context_len`` counts."""
 
     capabilities = IndexerParent.capabilities.with_changes(server={"context_len": {"all", "prefix"}})
+
+
+class IndexerOnRanks(SparseOnRanks, IndexerParent):
+    """A right backend as one of R ranks, each of which has the index keys of all tokens."""
+
+    capabilities = SparseOnRanks.capabilities.with_changes(
+        eager=frozenset(INDEX_MODES),
+        graph=frozenset(INDEX_MODES),
+        sparse={"topk": {16}, "indexer": Indexer(heads={4}, replicated=True)},
+    )
+
+    def index_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T] int64: slot in the index pool of each row of a rank."""
+        assert batch.index_cache_loc is not None
+        return batch.index_cache_loc.clamp(min=0)
+
+    def index_table(self) -> torch.Tensor:
+        """[requests, n] int32: the request table of the index pool of a rank."""
+        assert self.context.index_req_to_token is not None
+        return self.context.index_req_to_token
+
+    @override
+    def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        if self.context.index_req_to_token is not None and batch.batch_size:
+            self.slots_of_step = self.index_slots(batch)
+        super().store_index(k_index, layer, batch)
+
+    @override
+    def select(
+        self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        if self.context.index_req_to_token is not None:
+            self.table_of_step = self.index_table()[batch.req_pool_indices[: batch.batch_size].long()]
+        return super().select(q_index, weights, layer, batch)
+
+    @override
+    def pool_slots(self, plan: KernelPlan) -> torch.Tensor:
+        on_ranks = self.context.index_req_to_token is not None
+        return self.slots_of_step if on_ranks else super().pool_slots(plan)
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        if self.context.index_req_to_token is not None:
+            plan = replace(plan, step=replace(plan.step, table=self.table_of_step))
+        return super().scored(q, weights, plan)
 
 
 class FusedIndexer(IndexerParent):

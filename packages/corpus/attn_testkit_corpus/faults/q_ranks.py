@@ -10,7 +10,7 @@ from attn_testkit.contract import AttentionLayer, ForwardBatch, KVSplit
 
 from .catalogue import fault
 from .with_kv_splits import MODES
-from .with_ranks import RankBackend, RankWithoutPositions
+from .with_ranks import MergingRankBackend, RankBackend, RankWithoutPositions
 
 _CHECKS = "log-sum-exp reads-own-kv matches-oracle"
 _WRITES = "writes-own-kv"
@@ -214,3 +214,48 @@ class SinkOnEveryRank(RankBackend):
 
     def layer_of_part(self, layer: AttentionLayer) -> AttentionLayer:
         return layer
+
+
+@fault(
+    "sglang #33064, #33926, #34240; vllm #47079",
+    _CHECKS,
+    "KV splits are merged as if they were in the other base than declared",
+    modes=MODES,
+)
+class RanksAreMergedInBase2(MergingRankBackend):
+    """The natural log-sum-exps of ranks are merged as if they were in base 2, so each rank has a wrong weight."""
+
+    def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(lse - top)
+
+    def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return top + total.log2()
+
+
+@fault("vllm #39148, on ranks; flash-attention 26d7d92f", "log-sum-exp finite matches-oracle", modes=MODES)
+class RanksWithoutKeysAreMergedToNan(MergingRankBackend):
+    """Two ranks without keys of a request are merged to -inf minus -inf, and no other rank repairs it."""
+
+    def merge_state(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.logaddexp(lse_a, lse_b)
+        of_a, of_b = (torch.exp(each - lse)[..., None] for each in (lse_a, lse_b))
+        return (of_a * out_a.float() + of_b * out_b.float()).to(out_a.dtype), lse
+
+
+@fault(
+    "general; a gather of the results of all other ranks",
+    _CHECKS,
+    modes=MODES,
+    modelled="ranks merge one after the other, and the first gets what all others merged",
+)
+class FirstRankIsLeftOut(MergingRankBackend):
+    """The rank that gathers the results of all others leaves out its own."""
+
+    def merge_state(
+        self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.context.dcp_rank == 0:
+            return out_b, lse_b
+        return super().merge_state(out_a, lse_a, out_b, lse_b)

@@ -17,6 +17,7 @@ from attn_testkit.contract import (
     KernelBackend,
     KernelPlan,
     KVPools,
+    KVSplit,
     LogSumExp,
     Needs,
     PackedRows,
@@ -137,6 +138,37 @@ class SparseWithSums(SparseParent):
         keys = kv[0].flatten(0, 1)[slot][:, :, 0].float().masked_fill(~there[..., None], 0.0)
         logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
         return self.run(q, kv, plan), self.lse_without_keys(logits.logsumexp(-1))
+
+
+class SparseOnRanks(SparseWithSums):
+    """The parent as one of R ranks: it attends to the selected keys that it has, at their local indices."""
+
+    capabilities = SparseWithSums.capabilities.with_changes(
+        eager=_ALL - {ForwardMode.DRAFT_DECODE},
+        graph=_ALL - {ForwardMode.DRAFT_DECODE},
+        heads={"families": {"mqa"}, "gqa_ratios": {4}, "head_dims": {64}, "mla_rope_dims": set()},
+        kv_pool={"page_sizes": {4, 16}},
+        bounds={"max_q_rows": 8, "max_draft_branches": 1, "max_context_len": 1 << 13},
+        lse=LogSumExp("e", ranks=_ALL - {ForwardMode.DRAFT_DECODE}),
+    )
+
+    def on_rank(self, selected: torch.Tensor, own: KVSplit) -> torch.Tensor:
+        """[T, n] bool: True for positions whose keys the rank has."""
+        return own.holds(selected, torch.zeros_like(selected))
+
+    def local(self, positions: torch.Tensor, own: KVSplit) -> torch.Tensor:
+        """[T, n]: index on the rank of each of ``positions`` [T, n]."""
+        return own.index(positions)
+
+    @override
+    def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        there = super().is_key(selected, plan)
+        return there & self.on_rank(selected, plan.part) if plan.part.own_pool else there
+
+    @override
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        positions = selected.clamp(min=0)
+        return super().slots(self.local(positions, plan.part) if plan.part.own_pool else positions, plan)
 
 
 class SparseOfWidePages(SparseParent):

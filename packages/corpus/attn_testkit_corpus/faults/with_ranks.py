@@ -17,6 +17,7 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, 
 from .with_kv_splits import MODES, SplitKVBackend
 
 NATURAL_ON_RANKS = LogSumExp(base="e", ranks=MODES)
+MERGED_ON_RANKS = replace(NATURAL_ON_RANKS, merges=True)
 
 
 class RankBackend(SplitKVBackend):
@@ -95,6 +96,12 @@ class RankBackend(SplitKVBackend):
         column = key if at_key else replace(own, interleave=interleave or own.interleave).index(key)
         rows = batch.req_pool_indices[: batch.batch_size].long()[request]
         return self.context.req_to_token[rows, column.clamp(0, len(self.index) - 1)].long()
+
+
+class MergingRankBackend(RankBackend):
+    """Healthy, and merges partial results of ranks."""
+
+    capabilities = RankBackend.capabilities.with_changes(lse=MERGED_ON_RANKS)
 
 
 class RankWithoutPositions(RankBackend):

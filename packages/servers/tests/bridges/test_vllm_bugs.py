@@ -24,6 +24,12 @@ BUGS = {
     "ShortWindow": ("decode", "eager", "matches-oracle"),
     "ScheduleOfTheWarmUp": ("decode", "graph", "replay-follows-batch"),
 }
+RANKS = "decode-mla16-d512r64-bf16-p16-k{}-shuffled-gauss-kvcustom-ranks{}-b{}prod"
+BUGS_OF_RANKS = {
+    "RankOfGlobalLengths": "used the global length 38 of request 0 as its local one, which is",
+    "RankWithoutInterleave": "rank 1 counts 19 keys of request 0 as for I = 1, but it has 16",
+    "UnmaskedRank": "return zeros if a row sees no key",
+}
 MERGED = "decode-gqa8x2-d128-bf16-p32-k37-interleaved-rising_logits-kvcustom-w4{}-b4stale"
 
 
@@ -52,6 +58,28 @@ def test_a_bug_around_vllms_class_is_found_and_without_it_its_case_passes(tmp_pa
     healthy = "vllm:flashmla" if bug == "ScheduleOfTheWarmUp" else "vllm:flash_attn"
     without = results_of(tmp_path, "--backend", healthy, *which, "--case", failed["case"])
     assert [each["status"] for each in without] == ["passed"]
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_RANKS)
+def test_a_bug_of_a_rank_of_vllm_is_found_and_its_failure_names_what_the_rank_used(tmp_path: Path, bug: str) -> None:
+    case = RANKS.format("37.31.0", "2by16", 3)
+    (failed,) = results_of(tmp_path, "--backend", f"vllm_bugs:{bug}", "--execution", "eager", "--case", case)
+    first = failed["findings"][0]
+    assert first["check"] == "log-sum-exp"
+    assert BUGS_OF_RANKS[bug] in first["hint"]
+
+
+@pytest.mark.parametrize("ranks", ["2by16", "4by1", "4by8"])
+def test_two_and_four_ranks_of_vllms_class_pass_in_eager_and_graphs(tmp_path: Path, ranks: str) -> None:
+    """Interleaves as in vLLM: one token, a part of a block, a block. One request has keys on one rank only."""
+    passed = results_of(tmp_path, "--backend", "vllm:triton_mla", "--case", RANKS.format("37.0.16", ranks, 4))
+    assert [each["status"] for each in passed] == ["passed", "passed"]
+
+
+def test_ranks_of_flashmla_pass_also_those_without_keys(tmp_path: Path) -> None:
+    case = RANKS.format("37.0.130", "4by64", 4).replace("-p16-", "-p64-")
+    passed = results_of(tmp_path, "--backend", "vllm:flashmla", "--execution", "eager", "--case", case)
+    assert [each["status"] for each in passed] == ["passed"]
 
 
 def test_a_graph_whose_splits_are_left_to_a_heuristic_writes_no_row_of_longer_requests(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from attn_testkit_servers.bridges.vllm import backend_class
 
 FlashAttention: Any = backend_class("flash_attn")
 FlashMLA: Any = backend_class("flashmla")
+TritonMLA: Any = backend_class("triton_mla")
 
 
 class ClonedLengths(FlashAttention):
@@ -79,3 +80,33 @@ class ScheduleOfTheWarmUp(FlashMLA):
 
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
         pass
+
+
+class RankOfGlobalLengths(TritonMLA):
+    """A rank of decode context parallelism attends to as many keys as the request has on all ranks (vLLM #28990)."""
+
+    def _build(self, step: Any) -> dict[str, Any]:
+        self.inputs.buffers.dcp_local_seq_lens.copy_(self.inputs.buffers.seq_lens)
+        built: dict[str, Any] = super()._build(step)
+        return built
+
+
+class RankWithoutInterleave(TritonMLA):
+    """Lengths on a rank are those of ranks that get one token at a time (vLLM #30309)."""
+
+    def _build(self, step: Any) -> dict[str, Any]:
+        own, buffers = self.context, self.inputs.buffers
+        if own.dcp_world_size > 1:
+            buffers.dcp_local_seq_lens.copy_(
+                (buffers.seq_lens - own.dcp_rank + own.dcp_world_size - 1) // own.dcp_world_size
+            )
+        built: dict[str, Any] = super()._build(step)
+        return built
+
+
+class UnmaskedRank(TritonMLA):
+    """Nothing masks what the kernel leaves of a request that has no key on a rank (vLLM #55879)."""
+
+    def forward_return_lse(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, *save: Any, **named: Any) -> Any:
+        named.pop("part")
+        return self._attend(q, k, layer, batch, *save or (named.get("save_kv_cache", True),))

@@ -269,14 +269,17 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
                 "kv_pool.page_sizes", {16, 32, 64}, f"{_TRITON_MLA}:TritonMLABackend.get_supported_kernel_block_sizes"
             ),
             Line("bounds.max_q_rows", 16, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
-            # In the dtype of the queries, as it is made there.
-            Line("lse", _LSE, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            # In the dtype of the queries, as it is made there. "causal multi-token decode is not supported with DCP".
+            Line("lse", replace(_LSE, ranks={D}), f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
             *_RUNNER,
         ),
         compiled_store=True,  # concat_and_cache_mla
     ),
     "flashmla": _flash_mla(
-        "vllm._flashmla_C", Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend")
+        "vllm._flashmla_C",
+        Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH_MLA}:FlashMLABackend"),
+        # Only with ranks does it return a log-sum-exp in rows of heads; its builder takes no rows of drafts then.
+        Line("lse", LogSumExp(base="e", ranks={D}), f"{_FLASH_MLA}:FlashMLAImpl.forward_mqa"),
     ),
     "flashmla_fp8": _flash_mla(
         "vllm._flashmla_extension_C",

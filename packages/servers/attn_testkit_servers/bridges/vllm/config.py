@@ -73,7 +73,7 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
     cache.num_gpu_blocks, cache.kv_cache_layout = blocks, layout
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            get_num_attention_heads=lambda parallel: first.tp_q_head_num,
+            get_num_attention_heads=lambda parallel: -(-first.tp_q_head_num // context.dcp_world_size),
             get_num_kv_heads=lambda parallel: first.tp_k_head_num,
             get_head_size=lambda: max(layer.head_dim for layer in context.layers),
             max_model_len=numbers["max_model_len"], dtype=context.dtype, is_mm_prefix_lm=context.max_spans > 0,
@@ -81,7 +81,10 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
             hf_text_config=_text_config(first),
             model_arch_config=SimpleNamespace(total_num_attention_heads=first.tp_q_head_num),
         ),
-        parallel_config=ParallelConfig(),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=context.dcp_world_size, decode_context_parallel_size=context.dcp_world_size,
+            cp_kv_cache_interleave_size=context.cp_kv_cache_interleave_size, distributed_executor_backend="mp",
+        ),
         scheduler_config=scheduler,
         compilation_config=CompilationConfig(
             # Operators that vLLM has in torch as well as compiled, it runs in torch where it compiles the model.

@@ -30,6 +30,7 @@ from .config import make_config
 from .groups import make_groups
 from .inputs import Inputs, Step, common_arguments
 from .layers import make_layers, name_of
+from .ranks import without_empty_rows
 
 _KEPT = "vllm"
 """Key of ``ForwardBatch.extras``: layer name -> metadata, which all forwards of the batch get."""
@@ -173,10 +174,11 @@ class VLLMLatentBackend(VLLMBackend):
         *,
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of ``forward_mqa`` over all keys. vLLM merges ranks of decode context parallelism with
-        it."""
-        assert part.kind == "whole"
-        return self._attend(q, k, layer, batch, save_kv_cache)
+        """Output and log-sum-exp of ``forward_mqa`` over all keys, or over those of a rank of decode context
+        parallelism, as vLLM merges them."""
+        found = self._attend(q, k, layer, batch, save_kv_cache)
+        metadata: Any = batch.extras[_KEPT]
+        return without_empty_rows(*found, metadata[name_of(layer)]) if part.own_pool else found
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool

@@ -44,6 +44,7 @@ def prepare(declared: BridgeCapabilities) -> Machine:
                 f"vLLM was imported before {name}={value} was set; a process can have only one of these backends"
             )
         os.environ[name] = value
+    os.environ.update(_NO_SYMMETRIC_MEMORY)
     from . import fakes
 
     if device_is_real(torch.device("cuda")):
@@ -74,6 +75,8 @@ def prepare(declared: BridgeCapabilities) -> Machine:
     return Machine(True)
 
 
+_NO_SYMMETRIC_MEMORY = {"VLLM_USE_DIRECT_DCP_Q_GATHER": "0", "VLLM_USE_DIRECT_DCP_KV_GATHER": "0"}
+"""Ranks in one process have no memory that several processes share. vLLM reads these when it makes a layer."""
 _missing: dict[str, str] = {}
 _MOST = 200
 """Most characters of an import's error, which for a library names every symbol."""

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch, ForwardMode, KVGroup, VerifyInput
 
 from .numbers import width_of
+from .ranks import fill_local_lens
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Inputs:
         for table in self.block_tables:
             table[:num_reqs].zero_()
         self.slot_mappings.fill_(PAD_SLOT_ID)
+        fill_local_lens(self.context, self.buffers, num_reqs)
         return Step(
             num_reqs, num_tokens, torch.from_numpy(batch.query_start_loc_np), longest, batch.seq_lens_cpu_upper_bound,
             self.context.max_context_len, for_capture=True,
@@ -87,6 +89,7 @@ class Inputs:
             table[:bs].copy_(torch.where(has_rows[:, None], blocks, 0))
             slots[:live].copy_(group.cache_loc(batch)[:live])
             slots[live:] = PAD_SLOT_ID
+        fill_local_lens(self.context, buffers, bs)
         step = self._known_on_the_host(batch, live, replay)
         ranges = None if replay else batch.mm_prefix_range
         return step if ranges is None else replace(step, spans=dict(enumerate(ranges)))
@@ -143,6 +146,7 @@ def common_arguments(inputs: Inputs, step: Step) -> dict[str, Any]:
         "query_start_loc_cpu": step.query_start_loc,
         "max_query_len": step.max_query_len,
         "seq_lens": inputs.buffers.seq_lens,
+        "dcp_local_seq_lens": inputs.buffers.dcp_local_seq_lens if inputs.context.dcp_world_size > 1 else None,
         "max_seq_len": step.max_seq_len,
         "block_tables": [table[: step.num_reqs] for table in inputs.block_tables],
         "slot_mappings": inputs.slot_mappings[:, : step.num_tokens],

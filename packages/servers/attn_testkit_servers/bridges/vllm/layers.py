@@ -18,6 +18,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from attn_testkit.contract import AttentionLayer, BackendContext
 
 from .config import NOPE, one_rank
+from .ranks import become_rank, heads_of_rank, make_manager
 
 
 def name_of(layer: AttentionLayer) -> str:
@@ -35,12 +36,11 @@ def make_layers(real: Any, config: Any, context: BackendContext, *, clamp: bool 
         # As the model runner does. Scratch memory of all layers is shared, and grows with the largest.
         init_workspace_manager(context.device)
         one_rank()
+    become_rank(context)
     # The loader of a model makes its layers under their device, where implementations make tensors of slopes.
     with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
-            found = (
-                _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer, clamp)
-            )
+            found = _latent(real, config, layer, context) if layer.is_mla else _attention(real, config, layer, clamp)
             found.bind_kv_cache(_as_vllm_has_it(context, layer, found))
             _set_scales(found, layer, context.device)
             if found.kv_cache_dtype.endswith("per_token_head"):
@@ -63,8 +63,8 @@ def _attention(real: Any, config: Any, layer: AttentionLayer, clamp: bool) -> An
     )  # fmt: skip
 
 
-def _latent(real: Any, config: Any, layer: AttentionLayer, device: torch.device) -> Any:
-    made = _LatentLayer(real, config, layer, device)
+def _latent(real: Any, config: Any, layer: AttentionLayer, context: BackendContext) -> Any:
+    made = _LatentLayer(real, config, layer, context)
     config.compilation_config.static_forward_context[name_of(layer)] = made
     return made
 
@@ -79,16 +79,16 @@ class _QuantizedQueries(_DecodeConcatQuantFP8):  # type: ignore[misc]
 class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
     """``MLAAttention`` without the projections on both sides of it: the kit's rows are absorbed ones."""
 
-    def __init__(self, real: Any, config: Any, layer: AttentionLayer, device: torch.device) -> None:
+    def __init__(self, real: Any, config: Any, layer: AttentionLayer, context: BackendContext) -> None:
         super().__init__()
         self.real, self.kv_cache_dtype = real, config.cache_config.cache_dtype
-        self.num_heads, self.num_kv_heads, self.head_size = layer.tp_q_head_num, 1, layer.head_dim
+        self.num_heads, self.num_kv_heads, self.head_size = heads_of_rank(context, layer), 1, layer.head_dim
         self.q_lora_rank, self.kv_lora_rank = None, layer.kv_lora_rank
         self.qk_nope_head_dim = self.v_head_dim = NOPE
         self.qk_rope_head_dim = layer.head_dim - layer.kv_lora_rank
         self.prefill_backend = None if layer.topk else _NoPrefill()
         self.quantized_queries = _QuantizedQueries() if is_quantized_kv_cache(self.kv_cache_dtype) else None
-        self.selected = _indices(config, layer, device)
+        self.selected = _indices(config, layer, context.device)
         """Indices of selected keys, which vLLM's indexer writes and the implementation reads; None without any."""
         sparse = {} if self.selected is None else {"topk_indices_buffer": self.selected}
         self.impl = real.get_impl_cls()(
@@ -99,6 +99,7 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
             qk_head_dim=NOPE + self.qk_rope_head_dim, v_head_dim=NOPE, kv_b_proj=None,
             **sparse,
         )  # fmt: skip
+        self.dcp_manager = make_manager(config, context.device, self)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """[blocks, 1, block size, content] without the heads, as ``MLAAttention`` keeps it."""
