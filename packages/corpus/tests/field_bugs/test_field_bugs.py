@@ -16,7 +16,7 @@ from attn_testkit.contract import Capabilities, Execution, ForwardMode
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.plan import plan_run as planned
-from attn_testkit.running.planning.request import Options, Request
+from attn_testkit.running.planning.request import Diagnose, Options, Request
 from attn_testkit_corpus.audit import Settings
 from attn_testkit_corpus.audit.tasks import run_task
 from attn_testkit_corpus.audit.verdicts import ControlVerdict, FaultVerdict, Task
@@ -31,18 +31,24 @@ THREAD = r"[\w. -]+ (#\d+|[0-9a-f]{7,40})"
 """A repository with a number, or with a commit where there is no thread."""
 
 
-def runner() -> Runner:
-    return Runner(Options(in_process=True, diagnose="all"))
+def runner(diagnose: Diagnose) -> Runner:
+    return Runner(Options(in_process=True, diagnose=diagnose))
 
 
 @cache
 def alarms_without_bug(parent: type, declared: Capabilities, case: str, execution: Execution) -> tuple[str, ...]:
     """Texts of failures of the parent. Bugs of one parent are often caught by one case."""
     bug = next(bug for bug in BUGS if key_of(bug) == (parent, declared, case, execution))
-    verdict = run_task(Task("control", bug.slug, bug.modes[0].value, execution.value), SETTINGS, runner())
+    verdict = run_task(Task("control", bug.slug, bug.modes[0].value, execution.value), SETTINGS, runner("none"))
     assert isinstance(verdict, ControlVerdict)
     assert verdict.case_runs == 1
     return verdict.texts
+
+
+def verdict_of(bug: CorpusEntry, diagnose: Diagnose) -> FaultVerdict:
+    verdict = run_task(Task("fault", bug.slug), SETTINGS, runner(diagnose))
+    assert isinstance(verdict, FaultVerdict)
+    return verdict
 
 
 def key_of(bug: CorpusEntry) -> tuple[type, Capabilities, str, Execution]:
@@ -59,8 +65,10 @@ def by_capabilities() -> list[CorpusEntry]:
 
 @pytest.mark.parametrize("bug", by_capabilities(), ids=lambda bug: bug.backend.__name__)
 def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: CorpusEntry) -> None:
-    verdict = run_task(Task("fault", bug.slug), SETTINGS, runner())
-    assert isinstance(verdict, FaultVerdict)
+    verdict = verdict_of(bug, "none")
+    # Diagnosis takes several runs. It is only needed if it reports the failure under the id of its cause.
+    if verdict.first != bug.checks[0]:
+        verdict = verdict_of(bug, "all")
     assert verdict.case_runs == 1
     assert verdict.first == bug.checks[0], verdict.text
     assert alarms_without_bug(*key_of(bug)) == ()
