@@ -65,6 +65,8 @@ class Fields:
     layer_windows: str = "any"
     """One of ``LAYER_WINDOWS``. ``one``: the other layers have no window. ``same``: all layers have it. ``any``: for a
     case without a window."""
+    non_causal_window: str = "none"
+    """One of ``NON_CAUSAL_WINDOWS``: the meaning of the window in layers that are not causal; else ``none``."""
     local_chunk: int = 0
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     encoder_len: int = 0

@@ -328,13 +328,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "AB-LAYER-005",
         "MAY",
-        "In layers that are not causal, and in spans, a row also sees later keys of its request.",
+        "In layers that are not causal, and in spans, a row also sees later keys of its request. A window of layers "
+        "that are not causal has a declared meaning.",
         ("matches-oracle",),
-        ("noncausal", "spans"),
+        ("noncausal", "window of non-causal layers", "spans"),
         ("sglang #39703", "vLLM #47217"),
         "The server lists the spans of each step.",
         families=_KEYS,
-        declared=("options.non_causal", "spans"),
+        declared=("options.non_causal", "windows.non_causal", "spans"),
     ),
     Rule(
         "AB-LAYER-006",
