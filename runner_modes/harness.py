@@ -320,11 +320,13 @@ class ServerHarness:
             return self.in_groups(schedule, step.req_to_token)
         windows = [layer.sliding_window_size for layer in self.context.layers]
         crosses = [layer.is_cross_attention for layer in self.context.layers]
+        freed = self.context.dialect.freed_pages
         tables = (
-            table_of_group(schedule, step, windows[group.index], crosses[group.index]) for group in self.context.groups
+            table_of_group(schedule, step, windows[group.index], crosses[group.index], freed)
+            for group in self.context.groups
         )
         maps = (slot_map(schedule, group.index).astype(step.req_to_token.dtype) for group in self.context.groups)
-        return np.stack([found[table] for found, table in zip(maps, tables, strict=True)])
+        return np.stack([np.where(table < 0, table, found[table]) for found, table in zip(maps, tables, strict=True)])
 
     def padding_slot(self, turn: int) -> int:
         """KV slot of padded rows: each that the backend supports, in turn; a capture is turn 0."""

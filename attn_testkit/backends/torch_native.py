@@ -113,6 +113,7 @@ class TorchNativeBackend(AttentionBackend):
             padded_requests=frozenset({"rows", "nothing"}),
             verify_lens=frozenset({"prefix", "all"}),
             context_len=frozenset({"all", "prefix"}),
+            freed_pages=frozenset({"listed", "minus_one", "null_page"}),
             padding_slots=frozenset({0, -1}),
             narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),

@@ -392,6 +392,18 @@ RULES: tuple[Rule, ...] = (
         declared=("needs.finite_page_tails",),
     ),
     Rule(
+        "AB-READ-005",
+        "MAY",
+        "Entries of a request table for keys in pages that a windowed KV group has freed are never used, whatever they "
+        "are.",
+        ("reads-own-kv", "matches-oracle"),
+        ("freed_minus_one", "freed_null_page"),
+        ("sglang #36477",),
+        "The server frees pages that every row has passed.",
+        families=_KEYS,
+        declared=("server.freed_pages",),
+    ),
+    Rule(
         "AB-WRITE-001",
         "MUST",
         "A step stores its keys and values in its own slots, and changes no other byte of the pool.",
