@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
+from attn_testkit.cases.features.kv_sharing import reader_and_owner
 from attn_testkit.cases.features.kv_splits import has_own_pools, splits_of
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS, dialect_of, variant_of
 from attn_testkit.cases.features.table import FEATURES
@@ -359,6 +360,10 @@ class ServerHarness:
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
+            elif (places := reader_and_owner(self.case)) is not None:
+                k, v = data.k.clone(), data.v.clone()
+                k[places[0]] = v[places[0]] = math.nan
+                given = replace(data, k=k, v=v)
             packed = pack(
                 given.q,
                 given.k,

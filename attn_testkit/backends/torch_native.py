@@ -76,6 +76,7 @@ class TorchNativeBackend(AttentionBackend):
             page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
             kv_layouts=frozenset(KV_LAYOUTS) - {"custom"},
             kv_groups=True,
+            kv_sharing=True,
         ),
         bounds=Bounds(max_q_rows=128, max_topk=128, max_draft_branches=16),
         windows=Windows(

@@ -90,6 +90,8 @@ class Fields:
     """Indexer with which the backend selects keys; None: the kit makes the selections."""
     layers: Layers = field(default=Layers())
     """Number and ids of the layers, and whether they share a KV group."""
+    kv_sharing: bool = False
+    """True if the last layer stores nothing and reads the keys and values of the first layer."""
     kv_splits: str = ""
     """Splits of the keys, each attended with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
     ``pagesR`` or ``tokensR`` for R ranks (``features/kv_splits.py``). Empty: no splits."""

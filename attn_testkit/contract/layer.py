@@ -74,6 +74,10 @@ class AttentionLayer(OfHeadLayout):
     """[tp_q_head_num] float32 on the device: the logit of a row at position p and a key at position j has ``slope *
     (j - p)`` added, after scaling and before masking. None: no ALiBi. Such a layer has no soft cap and no sinks, which
     servers apply before it or after."""
+    kv_sharing_target_layer_id: int = -1
+    """Id of an earlier layer whose keys and values the layer reads (vLLM: ``kv_sharing_target_layer_name``). Its
+    ``forward`` gets ``save_kv_cache=False``, and k and v are NaN. ``KVPool`` returns the memory of the earlier
+    layer for both ids. -1: the layer stores its own."""
     causal: bool = True
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
     included, as in draft blocks (DFlash) and encoders. Then there is no tree, and a window only with the declaration

@@ -445,6 +445,17 @@ RULES: tuple[Rule, ...] = (
         declared=("server.takes_none_kv", "server.takes_strided_heads", "server.takes_unused_scales"),
     ),
     Rule(
+        "AB-WRITE-005",
+        "MAY",
+        "A layer that shares KV reads the keys and values of an earlier layer, and stores none.",
+        ("writes-own-kv", "matches-oracle"),
+        ("shared KV",),
+        ("vllm-ascend #11791",),
+        "The server gives both layers the same memory.",
+        families=_KEYS,
+        declared=("kv_pool.kv_sharing",),
+    ),
+    Rule(
         "AB-DECODE-001",
         "MUST",
         "The one row of a request sees the seq_lens keys of the request, its own included.",

@@ -14,6 +14,7 @@ from .g_alibi import AlibiBackend
 from .g_qq_bias import QQBiasBackend
 from .grouped import GroupedBackend
 from .i_kv_groups import FreedBackend
+from .i_kv_sharing import SharingBackend
 from .i_wider_keys import WIDER_KEYS, WiderKeysBackend
 from .parent import PlannedBackend
 
@@ -31,6 +32,11 @@ class HeadsOfEachLayer(ByLayerBackend):
 @control()
 class FreedPagesAreNotListed(FreedBackend):
     """Tables whose entries for freed pages are -1 (sglang's unified pool) or those of the null block (vLLM)."""
+
+
+@control()
+class LayersThatReadAnEarlierOne(SharingBackend):
+    """A last layer without keys and values of its own, which reads those of the first (Gemma 3n, YOCO)."""
 
 
 @control()
