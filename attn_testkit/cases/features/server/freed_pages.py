@@ -43,7 +43,7 @@ def _cases(word: str, entry: str) -> Callable[[Capabilities, C], Iterator[C]]:
     return cases
 
 
-def _variant(word: str, entry: str, about: str, order: int) -> ServerVariant:
+def _variant(word: str, entry: str, about: str, order: int, also: tuple[str, ...]) -> ServerVariant:
     return ServerVariant(
         word,
         f"the request table of a windowed KV group has {about} for keys in pages that it has freed",
@@ -58,9 +58,9 @@ def _variant(word: str, entry: str, about: str, order: int) -> ServerVariant:
             **({"freed_null_page": "a table has one kind of entry"} if entry == "minus_one" else {}),
         },
         order=order,
-        also=("freed pages", "null block", "tombstone"),
+        also=also,
     )
 
 
-FREED_MINUS_ONE = _variant("freed_minus_one", "minus_one", "-1", 180)
-FREED_NULL_PAGE = _variant("freed_null_page", "null_page", "slots of page 0", 190)
+FREED_MINUS_ONE = _variant("freed_minus_one", "minus_one", "-1", 180, ("freed pages", "tombstone"))
+FREED_NULL_PAGE = _variant("freed_null_page", "null_page", "slots of page 0", 190, ("null block",))
