@@ -137,7 +137,7 @@ NON_CAUSAL_WINDOW = Feature(
     covered=(
         Covered(
             "non_causal_window",
-            "window of layers that are not causal:",
+            "non-causal window with the meaning",
             _meanings,
             lambda declared, case: (
                 case.non_causal_window
