@@ -99,8 +99,8 @@ def test_a_meaning_without_a_window_or_a_window_without_a_meaning_is_refused(cas
         parse_case(case)
 
 
-def test_a_smaller_case_loses_the_meaning_together_with_the_window() -> None:
+def test_a_smaller_case_has_causal_layers_and_keeps_the_window() -> None:
     case, minimal = parse_case(PROMPT.format("bothsides")), minimal_case(CAPABILITIES, EXTEND)
     changed = case.with_changes(**NON_CAUSAL_WINDOW.simpler.reset(case, minimal))
-    assert changed.non_causal_window == "none"
-    assert changed.window < 0
+    assert (changed.non_causal_window, changed.window) == ("none", case.window)
+    assert not changed.variants

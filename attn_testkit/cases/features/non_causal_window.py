@@ -153,7 +153,10 @@ NON_CAUSAL_WINDOW = Feature(
     simpler=of_fields(
         "non_causal_window",
         value=lambda case: case.non_causal_window,
-        reset=lambda case, minimal: {"non_causal_window": minimal.non_causal_window, "window": minimal.window},
+        reset=lambda case, minimal: {
+            "non_causal_window": minimal.non_causal_window,
+            "variants": case.variants - {NON_CAUSAL.word} if case.non_causal_window != "none" else case.variants,
+        },
     ),
     undeclared=(_undeclared,),
     random=_random,
