@@ -56,7 +56,7 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     meanings = _meanings(declared, so_far["rows"].mode)
-    if not meanings or NON_CAUSAL.word not in so_far["variants"] or so_far.get("local_chunk"):
+    if not meanings or NON_CAUSAL.word not in so_far.get("variants", ()) or so_far.get("local_chunk"):
         return {}
     meaning = draws.one_of(["none", *meanings])
     window = draws.number(declared.windows.smallest, max(_MOST_RANDOM, declared.windows.smallest))
