@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
+from attn_testkit.cases.features.kv_sharing import reader_and_owner
 from attn_testkit.cases.features.kv_splits import has_own_pools, splits_of
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS, dialect_of, variant_of
 from attn_testkit.cases.features.table import FEATURES
@@ -326,11 +327,13 @@ class ServerHarness:
             return self.in_groups(schedule, step.req_to_token)
         windows = [layer.sliding_window_size for layer in self.context.layers]
         crosses = [layer.is_cross_attention for layer in self.context.layers]
+        freed = self.context.dialect.freed_pages
         tables = (
-            table_of_group(schedule, step, windows[group.index], crosses[group.index]) for group in self.context.groups
+            table_of_group(schedule, step, windows[group.index], crosses[group.index], freed)
+            for group in self.context.groups
         )
         maps = (slot_map(schedule, group.index).astype(step.req_to_token.dtype) for group in self.context.groups)
-        return np.stack([found[table] for found, table in zip(maps, tables, strict=True)])
+        return np.stack([np.where(table < 0, table, found[table]) for found, table in zip(maps, tables, strict=True)])
 
     def padding_slot(self, turn: int) -> int:
         """KV slot of padded rows: each that the backend supports, in turn; a capture is turn 0."""
@@ -363,6 +366,10 @@ class ServerHarness:
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
+            elif (places := reader_and_owner(self.case)) is not None:
+                k, v = data.k.clone(), data.v.clone()
+                k[places[0]] = v[places[0]] = math.nan
+                given = replace(data, k=k, v=v)
             packed = pack(
                 given.q,
                 given.k,

@@ -14,6 +14,7 @@ import torch
 
 from ..contract import (
     KV_LAYOUTS,
+    NON_CAUSAL_WINDOWS,
     AttentionBackend,
     AttentionLayer,
     BackendContext,
@@ -75,9 +76,15 @@ class TorchNativeBackend(AttentionBackend):
             page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
             kv_layouts=frozenset(KV_LAYOUTS) - {"custom"},
             kv_groups=True,
+            kv_sharing=True,
         ),
         bounds=Bounds(max_q_rows=128, max_topk=128, max_draft_branches=16),
-        windows=Windows(frozenset(ForwardMode), in_trees=True, chunked=frozenset(ForwardMode)),
+        windows=Windows(
+            frozenset(ForwardMode),
+            in_trees=True,
+            non_causal=frozenset(NON_CAUSAL_WINDOWS),
+            chunked=frozenset(ForwardMode),
+        ),
         options=LayerOptions(
             logit_cap=True,
             alibi=frozenset(ForwardMode),
@@ -107,6 +114,7 @@ class TorchNativeBackend(AttentionBackend):
             padded_requests=frozenset({"rows", "nothing"}),
             verify_lens=frozenset({"prefix", "all"}),
             context_len=frozenset({"all", "prefix"}),
+            freed_pages=frozenset({"listed", "minus_one", "null_page"}),
             padding_slots=frozenset({0, -1}),
             narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
@@ -360,7 +368,12 @@ class TorchNativeBackend(AttentionBackend):
             return visible & (own[..., None] == keys)
         if layer.sliding_window_size < 0:
             return visible
-        return visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
+        before = self._position[..., None] - self._key_position
+        if layer.non_causal_window == "block":
+            before = before[:, :1]
+        elif layer.non_causal_window == "both":
+            before = before.abs()
+        return visible & (before <= layer.sliding_window_size)
 
     def _in_spans(self, spans: torch.Tensor) -> torch.Tensor:
         """[B, W, C]: True if row and key are in one of ``spans`` [B, R, 2]; a span of a single row changes nothing."""

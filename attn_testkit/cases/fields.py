@@ -65,6 +65,8 @@ class Fields:
     layer_windows: str = "any"
     """One of ``LAYER_WINDOWS``. ``one``: the other layers have no window. ``same``: all layers have it. ``any``: for a
     case without a window."""
+    non_causal_window: str = "none"
+    """One of ``NON_CAUSAL_WINDOWS``: the meaning of the window in layers that are not causal; else ``none``."""
     local_chunk: int = 0
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     encoder_len: int = 0
@@ -88,6 +90,8 @@ class Fields:
     """Indexer with which the backend selects keys; None: the kit makes the selections."""
     layers: Layers = field(default=Layers())
     """Number and ids of the layers, and whether they share a KV group."""
+    kv_sharing: bool = False
+    """True if the last layer stores nothing and reads the keys and values of the first layer."""
     kv_splits: str = ""
     """Splits of the keys, each attended with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
     ``pagesR`` or ``tokensR`` for R ranks (``features/kv_splits.py``). Empty: no splits."""

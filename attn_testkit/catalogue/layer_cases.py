@@ -12,6 +12,7 @@ from ..cases.co_residents import with_other_heads
 from ..cases.declared import within_declared
 from ..cases.features.layers import fields_with_shapes
 from ..cases.features.rows import most_rows
+from ..cases.features.server.table import SERVER_VARIANTS
 from ..cases.head_layouts import by_layer
 from ..cases.head_shapes import declared_shapes
 from ..cases.layers import Layers
@@ -96,9 +97,12 @@ def shaped_cases(declared: Capabilities, found: Sequence[Case]) -> Iterator[Case
 
 
 def _shaped(declared: Capabilities, case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case | None:
-    """``case`` with two shapes of layers and without KV splits, if it may have two shapes."""
+    """``case`` with two shapes of layers, without KV splits and shared KV, and in one KV group, if it may have two
+    shapes."""
+    variants = frozenset(word for word in case.variants if "one KV group" not in SERVER_VARIANTS[word].excludes)
+    one_pool = {"kv_splits": "", "merged_by_backend": False, "kv_sharing": False, "variants": variants}
     try:
-        made = with_shapes(case.with_changes(layers=_RANK, kv_splits="", merged_by_backend=False), shapes)
+        made = with_shapes(case.with_changes(layers=_RANK, **one_pool), shapes)
     except ValueError:
         return None
     return made if nearest_declared(declared, made) == made and within_declared(declared, made) else None

@@ -33,7 +33,7 @@ from .state import State
 from .state_backend import StateBackend
 from .state_layer import StateLayer
 from .state_pool import Snapshot, StateContext, StateInput, StatePool
-from .windows import LAYER_WINDOWS, Windows
+from .windows import LAYER_WINDOWS, NON_CAUSAL_WINDOWS, Windows
 
 __all__ = [
     "DIALECTS",
@@ -49,6 +49,7 @@ __all__ = [
     "KV_LAYOUTS",
     "LATENT_FORMATS",
     "LAYER_WINDOWS",
+    "NON_CAUSAL_WINDOWS",
     "ROW_FORMATS",
     "SGLANG",
     "VLLM",

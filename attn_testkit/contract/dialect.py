@@ -11,6 +11,7 @@ DIALECTS: Mapping[str, tuple[str, ...]] = {
     "padded_requests": ("rows", "nothing"),
     "verify_lens": ("prefix", "all"),
     "context_len": ("all", "prefix"),
+    "freed_pages": ("listed", "minus_one", "null_page"),
 }
 """Field of a ``Dialect``, and of ``ServerConventions`` -> its values; the first is the usual one."""
 
@@ -29,3 +30,7 @@ class Dialect:
     context_len: str = "all"
     """Keys that ``max_context_len`` bounds in target-verify, draft-extends and draft-decode. ``all``: the step's own as
     well (vLLM). ``prefix``: keys before the step (SGLang); ``req_to_token`` has columns for the others."""
+    freed_pages: str = "listed"
+    """Entries of ``KVGroup.req_to_token`` for keys in pages that a windowed group has freed. ``listed``: the slots that
+    the keys had. ``minus_one``: -1 (SGLang's unified pool). ``null_page``: slots of page 0 (null block of vLLM). Rows
+    never see these keys, and a backend that reads such an entry may read anything."""

@@ -85,15 +85,18 @@ class KVPool:
         self.row_format = row_format
         """Name of the format of a row; empty for numbers of ``dtype``."""
         form = ROW_FORMATS[row_format] if row_format else None
-        self.spec = spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device, cleared, form)
+        owners = tuple(layer for layer in layers if layer.kv_sharing_target_layer_id < 0)
+        self.spec = spec = KVPoolSpec(size // page_size + 1, page_size, owners, dtype, self.device, cleared, form)
         if layout == OWN:
             if own is None:
                 raise ValueError("the backend lays out a pool of layout 'custom': give its lay_out_kv_pool as `own`")
             found = refuse_layers(spec, own(spec))
         else:
             found = lay_out(spec, layout, make)
-        self.memory = _ById(zip((layer.layer_id for layer in layers), found, strict=True))
-        """Layer id -> views of its K and V, in the order of ``layers``."""
+        own_memory = dict(zip((layer.layer_id for layer in owners), found, strict=True))
+        targets = {layer.layer_id: layer.kv_sharing_target_layer_id for layer in layers}
+        self.memory = _ById((own, own_memory[own if target < 0 else target]) for own, target in targets.items())
+        """Layer id -> views of its K and V, in the order of ``layers``. Layers that share KV have the same views."""
         # Made at the first request; a server gives the same buffers at every call.
         self._by_slot: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         self._by_page: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}

@@ -36,6 +36,9 @@ class KVPools(Declared):
     kv_groups: bool = False
     """True: layers may have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens
     for windowed layers, and others for the rest. False: all layers share one. In draft-decode they always do."""
+    kv_sharing: bool = False
+    """True: a layer may read the keys and values of an earlier layer (``AttentionLayer.kv_sharing_target_layer_id``).
+    False: each layer stores its own."""
 
     _GUESSED = ("page_sizes",)
 
@@ -52,3 +55,6 @@ class KVPools(Declared):
         yield from first_outside("KV layout", [context.kv_pool.layout], self.kv_layouts)
         if len(context.groups) > 1 and not self.kv_groups:
             yield "number of KV groups", len(context.groups)
+        targets = [each for layer in context.layers if (each := layer.kv_sharing_target_layer_id) >= 0]
+        if targets and not self.kv_sharing:
+            yield "a layer that reads the KV of layer", targets[0]

@@ -48,6 +48,11 @@ class AttentionLayer(OfHeadLayout):
     that supports only that declares it: ``LayerOptions.any_scaling``."""
     sliding_window_size: int = -1
     """W: a row at position p sees keys p-W .. p, that is W+1 keys. -1: no window."""
+    non_causal_window: str = "left"
+    """Keys that a window of W leaves to a row at position p if ``causal`` is False. ``left``: keys from p - W on, and
+    all later ones (``window_size=(W, -1)`` of FlashAttention). ``block``: keys from W before the request's first row of
+    the step on, for all its rows (SGLang's FlashInfer class). ``both``: keys p - W .. p + W (``window_size=(W, W)``;
+    encoders, and DFlash drafts of vLLM). Causal layers have ``left``."""
     attention_chunk_size: int = 0
     """Positions of a chunk in chunked-local layers (Llama 4): a row at position p sees keys p // C * C .. p, and C is a
     multiple of the page size. 0: the layer is not chunked. Such a layer has no window."""
@@ -69,10 +74,15 @@ class AttentionLayer(OfHeadLayout):
     """[tp_q_head_num] float32 on the device: the logit of a row at position p and a key at position j has ``slope *
     (j - p)`` added, after scaling and before masking. None: no ALiBi. Such a layer has no soft cap and no sinks, which
     servers apply before it or after."""
+    kv_sharing_target_layer_id: int = -1
+    """Id of an earlier layer whose keys and values the layer reads (vLLM: ``kv_sharing_target_layer_name``). Its
+    ``forward`` gets ``save_kv_cache=False``, and k and v are NaN. ``KVPool`` returns the memory of the earlier
+    layer for both ids. -1: the layer stores its own."""
     causal: bool = True
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
-    included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
-    in all layers of a model but the cross-attention layers, which are never causal."""
+    included, as in draft blocks (DFlash) and encoders. Then there is no tree, and a window only with the declaration
+    ``Windows.non_causal``. The value is the same in all layers of a model but the cross-attention layers, which are
+    never causal."""
     is_cross_attention: bool = False
     """True: a row sees the ``ForwardBatch.encoder_lens`` keys of its request's encoder and no other, as
     ``CrossAttention`` says."""

@@ -60,15 +60,12 @@ class LayerOptions(Declared):
     def refused(self, context: BackendContext) -> Iterator[Refusal]:
         """Options of a context's layers that are not declared."""
         layers = context.layers
-        windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
         slopes = any(layer.alibi_slopes is not None for layer in layers)
         yield from modes_outside("ALiBi in", context, self.alibi, slopes)
         yield from modes_outside("an additive bias in", context, self.qq_bias, context.qq_bias != "none")
         if context.qq_bias == "own" and self.shared_qq_bias:
             yield "an additive bias for each request:", context.qq_bias
         yield from modes_outside("layers that are not causal in", context, self.non_causal, not context.causal)
-        if windows and not context.causal:
-            yield "a window of layers that are not causal,", min(windows)
         usual = all(layer.has_usual_scaling or not layer.head_layout.usual_scaling for layer in layers)
         if not (usual or self.any_scaling):
             yield "scaling", ", ".join(f"{layer.scaling:.4g}" for layer in layers)

@@ -48,6 +48,11 @@ class ServerConventions(Declared):
     positions past it, in further columns (SGLang: ``context_len``, and ``num_draft_tokens`` more), where rows attend to
     them. SGLang drops what it generates past the end, so its backends need not declare it. If both are declared,
     ``BackendContext.dialect`` has the one of the instance."""
+    freed_pages: Set[str] = frozenset({"listed"})
+    """Entries that the request table of a windowed KV group may have for keys in pages that the group has freed.
+    ``listed``: the slots that they had. ``minus_one``: -1 (SGLang's unified pool). ``null_page``: slots of page 0 (null
+    block of vLLM). Loops over keys have to begin at the window then. ``BackendContext.dialect`` has the one of the
+    instance."""
     takes_none_kv: bool = False
     """True: k and v may be None if ``save_kv_cache`` is False, which is how servers say that the pool holds the new
     keys and values already. The kit then gives None to the first layer and tensors of NaN to the others. False: all get

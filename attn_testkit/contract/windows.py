@@ -13,9 +13,10 @@ from .declared import Declared, spelled
 from .modes import ForwardMode
 from .refusal import Refusal, modes_outside
 
-__all__ = ["LAYER_WINDOWS", "Windows"]
+__all__ = ["LAYER_WINDOWS", "NON_CAUSAL_WINDOWS", "Windows"]
 
 LAYER_WINDOWS = ("any", "one", "same")
+NON_CAUSAL_WINDOWS = ("left", "block", "both")
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,17 @@ class Windows(Declared):
     in_trees: bool = False
     """True: windows are honored in draft trees that branch, counted by position (depth in the tree), not by row."""
 
+    non_causal: Set[str] = frozenset()
+    """Meanings of a window in layers that are not causal (``AttentionLayer.non_causal_window``: ``left``, ``block``,
+    ``both``), in the modes that are in both ``modes`` and ``LayerOptions.non_causal``. Empty: such layers have no
+    window."""
     chunked: Set[ForwardMode] = frozenset()
     """Modes in which ``attention_chunk_size`` is honored: chunked-local layers, next to layers that see all keys."""
 
     def _check(self) -> None:
         self._check_modes("modes", "chunked")
         self._check_number("smallest", 0)
+        self._check_words("non_causal", NON_CAUSAL_WINDOWS)
         spelled("layers", self.layers, LAYER_WINDOWS)
         self._check_flags()
 
@@ -58,6 +64,9 @@ class Windows(Declared):
             yield "layers with sliding windows", counted(every)
         if windows and context.topk > 1 and not self.in_trees:
             yield "sliding window in trees", context.topk
+        of_later_keys = [each for each in context.layers if each.sliding_window_size >= 0 and not each.causal]
+        meanings = {each.non_causal_window for each in of_later_keys}
+        yield from (("window of layers that are not causal,", each) for each in sorted(meanings - self.non_causal))
         chunked = any(layer.attention_chunk_size for layer in context.layers)
         yield from modes_outside("chunked-local layers in", context, self.chunked, chunked)
 

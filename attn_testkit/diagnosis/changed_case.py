@@ -29,11 +29,11 @@ _MOST_REQUESTS = 64
 _SHORT = 16
 """Smallest tile of keys of any kernel."""
 
-FEATURES: dict[str, Callable[[Case], Case]] = {
+_CHANGES: dict[str, Callable[[Case], Case]] = {
     "cap": lambda case: case.with_changes(logit_cap=0.0),
     "sinks": lambda case: case.with_changes(sinks=False),
     "fp8": lambda case: case.with_changes(kv_dtype="same"),
-    "window": lambda case: case.with_changes(window=-1, layer_windows="any"),
+    "window": lambda case: case.with_changes(window=-1, layer_windows="any", non_causal_window="none"),
     "data": lambda case: case.with_changes(data="gauss"),
     "counts": lambda case: (
         case.with_changes(rows=case.rows.counted((most_rows(case),) * case.bs)) if case.mode.is_ragged() else case
@@ -44,7 +44,20 @@ FEATURES: dict[str, Callable[[Case], Case]] = {
     "far": lambda case: case.with_changes(variants=case.variants - {"far"}),
     "big pool": lambda case: case.with_changes(variants=case.variants - {"bigpool"}),
 }
-"""Name -> the case without that feature; an equal case if it does not have it."""
+
+
+def _if_possible(change: Callable[[Case], Case]) -> Callable[[Case], Case]:
+    def changed(case: Case) -> Case:
+        try:
+            return change(case)
+        except ValueError:
+            return case
+
+    return changed
+
+
+FEATURES: dict[str, Callable[[Case], Case]] = {name: _if_possible(change) for name, change in _CHANGES.items()}
+"""Name -> the case without that feature; an equal case if it does not have it, or if another feature needs it."""
 
 
 def most_rows(case: Case) -> int:

@@ -328,13 +328,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "AB-LAYER-005",
         "MAY",
-        "In layers that are not causal, and in spans, a row also sees later keys of its request.",
+        "In layers that are not causal, and in spans, a row also sees later keys of its request. A window of layers "
+        "that are not causal has a declared meaning.",
         ("matches-oracle",),
-        ("noncausal", "spans"),
+        ("noncausal", "window of non-causal layers", "spans"),
         ("sglang #39703", "vLLM #47217"),
         "The server lists the spans of each step.",
         families=_KEYS,
-        declared=("options.non_causal", "spans"),
+        declared=("options.non_causal", "windows.non_causal", "spans"),
     ),
     Rule(
         "AB-LAYER-006",
@@ -391,6 +392,18 @@ RULES: tuple[Rule, ...] = (
         declared=("needs.finite_page_tails",),
     ),
     Rule(
+        "AB-READ-005",
+        "MAY",
+        "Entries of a request table for keys in pages that a windowed KV group has freed are never used, whatever they "
+        "are.",
+        ("reads-own-kv", "matches-oracle"),
+        ("freed_minus_one", "freed_null_page"),
+        ("sglang #36477",),
+        "The server frees pages that every row has passed.",
+        families=_KEYS,
+        declared=("server.freed_pages",),
+    ),
+    Rule(
         "AB-WRITE-001",
         "MUST",
         "A step stores its keys and values in its own slots, and changes no other byte of the pool.",
@@ -430,6 +443,17 @@ RULES: tuple[Rule, ...] = (
         "The server passes None if the pool already holds the keys and values.",
         families=_KEYS,
         declared=("server.takes_none_kv", "server.takes_strided_heads", "server.takes_unused_scales"),
+    ),
+    Rule(
+        "AB-WRITE-005",
+        "MAY",
+        "A layer that shares KV reads the keys and values of an earlier layer, and stores none.",
+        ("writes-own-kv", "matches-oracle"),
+        ("shared KV",),
+        ("vllm-ascend #11791",),
+        "The server gives both layers the same memory.",
+        families=_KEYS,
+        declared=("kv_pool.kv_sharing",),
     ),
     Rule(
         "AB-DECODE-001",

@@ -21,6 +21,7 @@ from cachetools.keys import hashkey
 from ..cases.case import Case
 from ..cases.derived_parameters import scales_are_computed
 from ..cases.features.feature import OnLayers
+from ..cases.features.kv_sharing import reader_and_owner
 from ..cases.features.server.table import variant_of
 from ..cases.features.table import FEATURES
 from ..cases.fields import Fields
@@ -296,6 +297,10 @@ def _drawn(
             if pattern == "small_weights":
                 # Its logits are as far apart as they have to be, and no farther.
                 k = k * float(drawn.abs().max() / q.abs().max())
+    if (places := reader_and_owner(case)) is not None:
+        reader, owner = places
+        of = [owner if layer == reader else layer for layer in range(case.layers.count)]
+        k, v = k[of], v[of]
     dtype = DTYPES[case.dtype]
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

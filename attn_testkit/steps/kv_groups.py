@@ -61,12 +61,14 @@ def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:
     return int(slot_map(schedule, group_of_place(schedule, place))[slot])
 
 
-def table_of_group(schedule: Schedule, step: Step, window: int, crosses: bool = False) -> npt.NDArray[np.int32]:
-    """[rows, max_context_len] of a group with this window: slots as the schedule numbers them.
+def table_of_group(
+    schedule: Schedule, step: Step, window: int, crosses: bool = False, freed: str = "listed"
+) -> npt.NDArray[np.int32]:
+    """[rows, max_context_len] of a group with this window: slots as the schedule numbers them, and -1.
 
     ``crosses``: of a group of cross-attention layers. In the table of other layers the encoder keys come last. Every
     second request owns a page again that it had freed, as a pool may return pages to the request that freed them (vLLM
-    #30915).
+    #30915). ``freed``: entries for keys in freed pages, as ``Dialect.freed_pages`` has it.
     """
     table, page = step.req_to_token, schedule.case.page_size
     if schedule.case.encoder_len and not crosses:
@@ -78,6 +80,11 @@ def table_of_group(schedule: Schedule, step: Step, window: int, crosses: bool = 
     if window < 0:
         return table
     table = table.copy()
+    if freed != "listed":
+        for request in step.requests:
+            gone = np.arange(_first_kept(request.prefix, window, page))
+            table[request.pool_row, : len(gone)] = -1 if freed == "minus_one" else gone % page
+        return table
     for request in step.requests[1::2]:
         first = _first_kept(request.prefix, window, page)
         whole = (request.prefix + request.new) // page * page

@@ -221,7 +221,7 @@ def _steps(layers: Sequence[tuple[torch.Tensor, ...]]) -> tuple[int, int] | None
         for layer, of_layer in enumerate(starts)
         for part, start in enumerate(of_layer)
     )
-    if len(alike) > 1 or not even or min(by_layer, by_part) < 0:
+    if len(alike) > 1 or not even or min(by_layer, by_part) < 0 or (len(starts) > 1 and not by_layer):
         return None
     return by_layer * first.dtype.itemsize, by_part * first.dtype.itemsize
 

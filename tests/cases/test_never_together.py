@@ -51,7 +51,8 @@ def test_features_that_exclude_each_other_are_named_with_the_reason() -> None:
         declared, [ForwardMode.EXTEND], generate(declared, ForwardMode.EXTEND, "core")
     )
     assert single == ()
-    assert "sliding window with layers that are not causal: a window is one of the keys before a row" in several
+    why = "a window of layers that are not causal needs a declared meaning"
+    assert f"sliding window with layers that are not causal: {why}" in several
 
 
 def test_a_pair_that_nothing_excludes_and_no_case_has_is_a_gap() -> None:

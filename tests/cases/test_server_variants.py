@@ -47,7 +47,7 @@ def test_ids_rebuild_the_cases_of_ways(mode: ForwardMode) -> None:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_what_is_declared_decides_which_ways_are_tried(mode: ForwardMode) -> None:
     verify = {"seq_lens_with_new", "no_tree_tensors"} if mode is ForwardMode.TARGET_VERIFY else set()
-    more = set() if mode is ForwardMode.DRAFT_DECODE else {"padded_tokens"}
+    more = set() if mode is ForwardMode.DRAFT_DECODE else {"padded_tokens", "freed_minus_one", "freed_null_page"}
     if mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         more = more | {"noncausal"}
     far = {"far", "shapes"} if mode is ForwardMode.DECODE else set()
@@ -280,6 +280,9 @@ def test_core_has_each_two_variants_that_do_not_exclude_each_other(mode: Forward
     met = {
         pair for case in cases for pair in combinations([word for word in SERVER_VARIANTS if word in case.variants], 2)
     }
-    assert set(combinations(words, 2)) - met == {("empty_batches", "padded_tokens")}
+    assert set(combinations(words, 2)) - met == {
+        ("empty_batches", "padded_tokens"),
+        ("freed_minus_one", "freed_null_page"),
+    }
     assert any(case.variants and case.kv_splits for case in cases)
     assert any(case.variants and case.layers.groups for case in cases)

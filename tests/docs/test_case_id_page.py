@@ -25,6 +25,13 @@ PLAIN = {
     "extend": "extend-gqa4x2-d64-bf16-p8-k0.15.32-n13a17.1x2-shuffled-gauss-b5prod",
     "draft-decode": "draft-decode-gqa4x2-d64-bf16-p8-k33-topk2steps3-shuffled-gauss-b5prod",
 }
+NEEDED = {
+    "idx": ["sel16"],
+    "freed_": ["w7", "layers3from5groups"],
+    "leftof": ["w7", "noncausal"],
+    "bothsides": ["w7", "noncausal"],
+}
+"""Beginning of a word -> other words without which no case has it."""
 STATES = "decode-gdn4x2-d64-bf16-p8-k33-shuffled-mild_decay-k32w2s32-b5prod"
 """A case whose layers keep a state."""
 
@@ -63,9 +70,8 @@ def with_word(case_id: str, word: str) -> str:
     """The id with this word in the place of the one of its kind, or where a word of its kind stands."""
     mode = next(m for m in sorted(PLAIN, key=len, reverse=True) if case_id.startswith(m + "-"))
     parts = case_id[len(mode) + 1 :].split("-")
-    if word.startswith("idx"):
-        # An indexer selects keys, and refuses layers that attend to all.
-        parts[parts.index("gauss") : parts.index("gauss") + 1] = ["gauss", "sel16"]
+    for needed in (others for start, others in NEEDED.items() if word.startswith(start)):
+        parts[parts.index("gauss") : parts.index("gauss") + 1] = ["gauss", *needed]
     if word.startswith("kvfp8dsmla"):
         # Packed rows are latent ones, in whole tiles.
         parts[:2] = ["mla4", "d128r64"]

@@ -44,7 +44,8 @@ def mean_of_values(schedule: Schedule, data: StepData, more: int = 0) -> Answer:
     unit = UNIT_ROUNDOFF[schedule.case.dtype]
     for layer, values in zip(layers(schedule.case), data.values, strict=True):
         window = layer.sliding_window_size
-        seen = windowed(data.visible, data, window + more if window >= 0 else window).double()
+        wider = replace(layer, sliding_window_size=window + more) if window >= 0 else layer
+        seen = windowed(data.visible, data, wider).double()
         count = seen.sum(-1, keepdim=True)
         out, mass = ((seen / count) @ each.flatten(2) for each in (values, values.abs()))
         # The weights and the output are rounded, and so is each sum, in float32.

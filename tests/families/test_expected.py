@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -99,9 +101,11 @@ def test_what_limits_scale_with_is_what_one_would_write_down(words: str) -> None
 def test_a_window_of_w_keeps_w_keys_and_the_rows_own() -> None:
     schedule = schedule_of(DECODE.format("bf16", ""))
     data = expect(schedule, schedule.steps[0]).data
-    assert windowed(data.visible, data, -1) is data.visible
+    layer = make_layers(schedule.case)[0]
+    assert windowed(data.visible, data, replace(layer, sliding_window_size=-1)) is data.visible
     for window, counts in ((0, [1, 1, 1]), (4, [1, 5, 5]), (5, [1, 6, 6]), (20, [1, 6, 21])):
-        assert windowed(data.visible, data, window).sum((1, 2)).tolist() == counts
+        seen = windowed(data.visible, data, replace(layer, sliding_window_size=window))
+        assert seen.sum((1, 2)).tolist() == counts
 
 
 def test_an_answer_is_computed_once_and_does_not_keep_the_data_that_it_was_computed_from() -> None:

@@ -245,5 +245,6 @@ def test_what_is_not_declared_of_servers_is_not_drawn(data, mode) -> None:
     assert case.variants <= {"empty_batches", "overlap_scheduling"}
     assert "empty_batches" not in case.variants or (case.chunks == 1 and case.layout != "shared")
     other = data.draw(random_cases(CAPABILITIES, mode))
-    assert "noncausal" not in other.variants or (other.window < 0 and other.topk <= 1)
+    assert "noncausal" not in other.variants or other.topk <= 1
+    assert (other.non_causal_window != "none") == ("noncausal" in other.variants and other.window >= 0)
     assert "no_tree_tensors" not in other.variants or other.topk <= 1

@@ -109,7 +109,8 @@ def test_requests_and_what_they_have_are_reported_apart() -> None:
 def test_every_case_is_made_plain_feature_by_feature() -> None:
     for case in every_case():
         minimal = minimal_case(CAPABILITIES, case.mode)
-        for name in ("layers", "KV splits", "variants", "multi_mode", "loop", "requests", *FEATURES):
+        needing = ("window of non-causal layers", "shared KV", "variants")
+        for name in (*needing, "layers", "KV splits", "multi_mode", "loop", "requests", *FEATURES):
             case = changed(case, FEATURES[name].reset(case, minimal))
         assert case == minimal
 

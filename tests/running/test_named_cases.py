@@ -29,5 +29,5 @@ def test_a_case_that_takes_minutes_says_so_in_the_header_and_a_short_one_does_no
 
 
 def test_of_a_pair_that_is_excluded_the_reason_is_given() -> None:
-    with pytest.raises(UsageError, match="noncausal and sliding window: a window is one of the keys before a row"):
+    with pytest.raises(UsageError, match="noncausal: a window of layers that are not causal needs a declared meaning"):
         plan_run(backends=[Windowed], device="cpu", cases=[PAIR], executions=["eager"])

@@ -170,6 +170,7 @@ LAYERS = Feature(
     order=280,
     fields=("layers",),
     traits=(
+        Trait("one KV group", lambda case: not case.layers.groups),
         Trait(
             "KV groups",
             lambda case: case.layers.groups,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...glossary import Entry
@@ -18,6 +19,7 @@ from .feature import (
     Feature,
     OnLayers,
     OnSteps,
+    Row,
     Trait,
     Word,
     of_fields,
@@ -74,9 +76,17 @@ def _layers(case: Fields) -> Sequence[Changes]:
     return [{} if variant_of(case).causal else {"causal": False}] * case.layers.count
 
 
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
+    words = frozenset(word for word in _IN_ARRAYS if row.get(word))
+    found: dict[str, Any] = {"variants": words}
+    for word in sorted(words):
+        found |= SERVER_VARIANTS[word].needs(declared, {**so_far, **found})
+    return found
+
+
 VARIANTS = Columns(
     lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS},
-    lambda declared, row, so_far: {"variants": frozenset(word for word in _IN_ARRAYS if row.get(word))},
+    _of_row,
     further=_IN_ARRAYS,
 )
 

@@ -153,7 +153,7 @@ WINDOW = Feature(
     order=160,
     fields=("window", "layer_windows"),
     option=True,
-    traits=(Trait("sliding window", lambda case: case.window >= 0),),
+    traits=(Trait("sliding window", lambda case: case.window >= 0), Trait("no window", lambda case: case.window < 0)),
     wrong=_wrong,
     words=(
         Word(

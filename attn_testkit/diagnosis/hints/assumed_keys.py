@@ -44,7 +44,8 @@ def _with_windows(e: Evidence) -> bool:
 def without_windows(e: Evidence) -> Supposed:
     """Answer if every row sees all keys that it would see without a window."""
     data = e.expected.data
-    return Supposed(data=replace(data, query_positions=data.key_positions[:, :1].clone()))
+    rows, keys = torch.zeros_like(data.query_positions), torch.zeros_like(data.key_positions)
+    return Supposed(data=replace(data, query_positions=rows, key_positions=keys))
 
 
 def _misrouted(e: Evidence) -> bool:

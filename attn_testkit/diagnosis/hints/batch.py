@@ -65,8 +65,8 @@ def _empty(e: Evidence, part: KVSplit, request: int) -> bool:
     data, held = e.expected.data, e.step.requests[request]
     of_part = part.holds(torch.arange(data.visible.shape[-1]), torch.tensor(held.prefix))
     layers = zip(make_layers(e.schedule.case), e.wrong_layers, strict=True)
-    windows = [layer.sliding_window_size for layer, bad in layers if bad]
-    return not any(bool((windowed(data.visible, data, w)[request, : held.new] & of_part).any()) for w in windows)
+    seen = [windowed(data.visible, data, layer)[request, : held.new] for layer, bad in layers if bad]
+    return not any(bool((each & of_part).any()) for each in seen)
 
 
 @hint(Level.SHOWN)

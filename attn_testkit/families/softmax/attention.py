@@ -49,15 +49,20 @@ def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> tor
         visible = data.encoder.seen(visible, layer)
     chunk = layer.attention_chunk_size
     if not chunk:
-        return windowed(visible, data, layer.sliding_window_size)
+        return windowed(visible, data, layer)
     return visible & (data.key_positions[:, None, :] // chunk == data.query_positions[:, :, None] // chunk)
 
 
-def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor:
-    """Narrow [B, Tmax, S] bool visibility to keys at positions p - window .. p. -1: no window, the same tensor."""
-    if window < 0:
+def windowed(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
+    """Narrow [B, Tmax, S] bool visibility to the window of a layer; the same tensor if it has none."""
+    if layer.sliding_window_size < 0:
         return visible
-    return visible & (data.key_positions[:, None, :] >= data.query_positions[:, :, None] - window)
+    before = data.query_positions[:, :, None] - data.key_positions[:, None, :]
+    if layer.non_causal_window == "block":
+        before = before[:, :1]
+    elif layer.non_causal_window == "both":
+        before = before.abs()
+    return visible & (before <= layer.sliding_window_size)
 
 
 @dataclass(frozen=True)

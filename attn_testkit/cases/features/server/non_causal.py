@@ -42,14 +42,13 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 NON_CAUSAL = ServerVariant(
     "noncausal",
-    "layers are not causal: every row sees all keys of its request",
+    "layers are not causal: a row sees later keys of its request, too",
     "non_causal",
     _cases,
     _fits,
     gives_none=True,
     causal=False,
     excludes={
-        "sliding window": "a window is one of the keys before a row",
         "branching trees": "a block of a diffusion model is not a tree",
     },
     order=80,

@@ -71,6 +71,9 @@ class ServerVariant:
     """True if every backend gets the variant in the modes of ``cases``, whatever ``fits`` says."""
     on_its_instance: _SharesInstance = _no_others
     """(case) -> other cases, which share the instance of a case with this variant and run in turn with it."""
+    needs: Callable[[Capabilities, Changes], Changes] = lambda declared, so_far: {}
+    """(capabilities, fields of earlier features) -> fields without which the variant changes nothing; a row of the
+    array that has the variant gets them."""
     context: Callable[[Sequence[Any]], Changes] | None = None
     """Function (schedules of an instance): fields of its ``BackendContext``."""
     also: tuple[str, ...] = ()

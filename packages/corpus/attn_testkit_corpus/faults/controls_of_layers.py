@@ -13,6 +13,8 @@ from .encoder_decoder import EncoderDecoderBackend, EncoderInItsOwnGroup
 from .g_alibi import AlibiBackend
 from .g_qq_bias import QQBiasBackend
 from .grouped import GroupedBackend
+from .i_kv_groups import FreedBackend
+from .i_kv_sharing import SharingBackend
 from .i_wider_keys import WIDER_KEYS, WiderKeysBackend
 from .parent import PlannedBackend
 
@@ -25,6 +27,16 @@ class BackendPerKVGroup(GroupedBackend):
 @control()
 class HeadsOfEachLayer(ByLayerBackend):
     """Layers of one instance differ in head counts and head dims (Gemma 4): strides and splits are the layer's own."""
+
+
+@control()
+class FreedPagesAreNotListed(FreedBackend):
+    """Tables whose entries for freed pages are -1 (sglang's unified pool) or those of the null block (vLLM)."""
+
+
+@control()
+class LayersThatReadAnEarlierOne(SharingBackend):
+    """A last layer without keys and values of its own, which reads those of the first (Gemma 3n, YOCO)."""
 
 
 @control()

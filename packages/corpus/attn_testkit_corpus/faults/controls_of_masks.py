@@ -5,6 +5,7 @@ from __future__ import annotations
 from .b_padded_tokens import MoreRowsOfBlocks
 from .catalogue import control
 from .e_non_causal import BlockBackend
+from .e_non_causal_windows import WindowedBlockBackend
 
 
 @control()
@@ -15,3 +16,8 @@ class RowsThatSeeLaterRows(BlockBackend):
 @control()
 class PaddedRowsOfBlocks(MoreRowsOfBlocks):
     """Draft blocks whose rows are padded once they are planned, to a size that was compiled or captured (sglang)."""
+
+
+@control()
+class WindowsThatDoNotEndAtTheRow(WindowedBlockBackend):
+    """Windows of layers that are not causal: of the row, of its block, or of both sides (DFlash, ModernBERT)."""

@@ -11,7 +11,7 @@ from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, KVG
 
 from .catalogue import fault
 from .grouped import GroupedBackend
-from .parent import PlannedBackend
+from .parent import Metadata, PlannedBackend
 
 _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
 
@@ -70,3 +70,50 @@ class MaximumBeforeTheWindow(GroupedBackend):
     """The softmax subtracts the largest logit of all keys, including those in pages that a windowed group has freed."""
 
     child = _MaximumBeforeTheWindow
+
+
+class FreedBackend(GroupedBackend):
+    """Healthy parent: the tables of windowed groups may have -1 or slots of page 0 for keys in freed pages."""
+
+    capabilities = GroupedBackend.capabilities.with_changes(
+        server={"freed_pages": {"listed", "minus_one", "null_page"}}
+    )
+
+    @override
+    def context_of(self, group: KVGroup) -> BackendContext:
+        return replace(super().context_of(group), dialect=replace(self.context.dialect, freed_pages="listed"))
+
+
+class _ReadsUpToTheLength(PlannedBackend):
+    @override
+    def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
+        held = self.index[: values.shape[1]] < meta.kv_lens[:, None]
+        return values.masked_fill(~held[:, :, None, None], 0.0)
+
+
+@fault("sglang #36477", "reads-own-kv finite matches-oracle", "request table of a windowed KV group has", modes=_MODES)
+class FreedEntriesAreRead(FreedBackend):
+    """Keys are bounded only by their number, so entries of freed pages index the pool, with a weight of 0."""
+
+    child = _ReadsUpToTheLength
+
+
+class _CountsPages(PlannedBackend):
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        plan = super().plan(batch)
+        pages = (plan.page_table > 0).sum(1).to(torch.int32)
+        plan.kv_lens.clamp_(max=pages * self.context.page_size)
+        return plan
+
+
+@fault(
+    "general",
+    "reads-own-kv matches-oracle finite",
+    "none of its own KV tokens is read|page 0 is read|are missing",
+    modes=_MODES,
+)
+class FreedEntriesAreNotCounted(FreedBackend):
+    """A request's keys are at most those of the valid entries of its row, so freed pages count against its end."""
+
+    child = _CountsPages
