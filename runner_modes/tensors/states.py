@@ -11,6 +11,7 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
+from attn_testkit.contract.state import ROLLBACKS, SLOTS_IN_DECODE
 from attn_testkit.families.by_layer import schedule_of
 from attn_testkit.families.recurrent.data import StateStepData, shape_of, slots_listed, state_places, states_in
 from attn_testkit.steps.schedule import Schedule
@@ -35,7 +36,9 @@ def _numbers(staged: StagedStep) -> StateStepData:
 
 
 def _by_slots(context: BackendContext, mode: ForwardMode) -> bool:
-    return context.state is not None and context.state.rollback == "slots" and mode.is_target_verify()
+    rollback = context.state.rollback if context.state else ROLLBACKS[0]
+    in_decode = mode is ForwardMode.DECODE and rollback == SLOTS_IN_DECODE
+    return rollback != ROLLBACKS[0] and (mode.is_target_verify() or in_decode)
 
 
 def _copies_now(context: BackendContext, mode: ForwardMode) -> bool:
@@ -111,10 +114,10 @@ def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput 
 
 
 def _listed(context: BackendContext, case: Case) -> int:
-    """Slots of states that a batch of a mode lists per request: each node's in target-verify by slots."""
+    """Slots of states that a batch of a mode lists per request: with rollback by slots each node's."""
     if context.state is None:
         return 0
-    return slots_listed(case) if case.tree is not None else 1
+    return slots_listed(case) if case.by_slots else 1
 
 
 def _kept(context: BackendContext, case: Case) -> int:
