@@ -41,6 +41,40 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
     return keys
 
 
+_UNIT = 2.0**-8
+"""Scale of tiles of halfway numbers."""
+_MOST_HALFWAY = 0x7C
+"""Code of 384 in e4m3: the number halfway to the next one is 400."""
+_LARGEST_OF_TILE = {"amax": 448.0, "power_of_two": 352.0}
+"""Largest quotient of a tile, by the rule of its scale. With both, and numbers of at most 400, the scale is one
+unit."""
+_EXPONENTS = 12
+"""Adjacent numbers differ by a power of two, down to those that are halfway between the smallest and 0."""
+
+
+def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """A copy of ``keys`` [..., width] in 16 bits whose quotients are exactly between two adjacent e4m3 numbers, in each
+    plane with a rule for that (``Plane.halfway``). Scales of tiles are a power of two, which each method computes
+    exactly, apart from an approximate division (``accepted``). ``by``: as in ``with_one_packing``.
+    """
+    keys = with_one_packing(packed, keys, by)
+    for plane in packed.format.planes:
+        if not plane.halfway:
+            continue
+        scales, part = packed.scales_of(plane), keys[..., packed.part(plane)]
+        unit, size = (_UNIT, 256.0) if scales else (1.0, 2.0)
+        numbers = (part / by).float() * size * torch.exp2(-(torch.arange(part.shape[-1]) % _EXPONENTS).float())
+        codes = numbers.abs().clamp(max=LARGEST[plane.dtype]).to(plane.dtype).view(torch.uint8)
+        codes = codes.clamp(max=_MOST_HALFWAY)
+        middle = (codes.view(plane.dtype).float() + (codes + 1).view(plane.dtype).float()) / 2
+        # Next to 0 only positive numbers: not every store has a -0.
+        tiles = in_tiles(torch.where((numbers < 0) & (codes > 0), -middle, middle), scales.tile if scales else 0)
+        if scales:
+            tiles[..., -1] = _LARGEST_OF_TILE[scales.rule]
+        part.copy_(tiles.flatten(-2) * unit * by)
+    return keys
+
+
 _A_UNIT_LESS = 1 - 2.0**-7.5
 """Factor that makes a 16-bit number one or two units smaller."""
 _OFF_A_POWER = 2.0**-4
@@ -90,16 +124,19 @@ def zero_tiles(packed: PackedRows, shape: torch.Size, seed: int, ends: tuple[int
     return torch.from_numpy(whole)
 
 
-def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor, *, halfway: bool = False) -> torch.Tensor:
     """A copy of ``rows`` with the scales of ``want``, if they differ only by rounding. [..., bytes] uint8. Tiles of
     zeros are replaced by those of ``want``, too, if all of their products are 0: servers store a scale of 0, the
-    smallest scale or 1, and any value next to a scale of 0.
+    smallest scale or 1, and any value next to a scale of 0. ``halfway``: quotients are those of
+    ``with_halfway_numbers``, so a scale that differs by rounding may move them to either of two adjacent numbers.
     """
     rows = rows.clone()
     for plane in packed.scale_planes if rows.numel() else ():
         if plane.dtype == torch.float32:
             got, due = (packed.planes(each)[plane.name] for each in (rows, want))
             near = (got.view(torch.int32) - due.view(torch.int32)).abs() <= _ULPS
+            if halfway:
+                _accept_adjacent(packed, plane, rows, want, near & (got != due))
             got.copy_(torch.where(near, due, got))
         zeros = (holds_zeros(packed, plane, want) & holds_zeros(packed, plane, rows))[..., None]
         if not zeros.any():
@@ -109,6 +146,17 @@ def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torc
                 tiles, own = (_by_tile(packed.raw(of, each), zeros.shape[-2]) for of in (rows, want))
                 tiles.copy_(torch.where(zeros, own, tiles))
     return rows
+
+
+def _accept_adjacent(
+    packed: PackedRows, scales: Plane, rows: torch.Tensor, want: torch.Tensor, inexact: torch.Tensor
+) -> None:
+    """Replace numbers of ``rows`` that are adjacent to those of ``want``, in tiles with an ``inexact`` scale, bool."""
+    for plane in packed.format.planes:
+        if plane.of == scales.of and plane.halfway:
+            tiles, own = (_by_tile(packed.raw(of, plane), inexact.shape[-1]) for of in (rows, want))
+            adjacent = (tiles.int() - own.int()).abs() <= 1
+            tiles.copy_(torch.where(inexact[..., None] & adjacent, own, tiles))
 
 
 def _by_tile(raw: torch.Tensor, tiles: int) -> torch.Tensor:
