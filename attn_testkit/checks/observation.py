@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..cases.features.data_pattern import HALFWAY
 from ..families.by_layer import schedule_of
 from ..steps.data import StepData
 from ..steps.packed_rows import accepted
@@ -206,7 +205,7 @@ class Observation:
             due = torch.isin(slots, self.inputs.new_slots)
             want = self.inputs.new_rows[:, :, torch.isin(self.inputs.new_slots, slots)]
             rows = rows.clone()
-            rows[:, :, due] = accepted(packed, rows[:, :, due], want, halfway=self.step.data == HALFWAY)
+            rows[:, :, due] = accepted(packed, rows[:, :, due], want)
         return slots, rows
 
     @cached_property

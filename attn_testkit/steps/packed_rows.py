@@ -54,8 +54,9 @@ _EXPONENTS = 12
 
 def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
     """A copy of ``keys`` [..., width] in 16 bits whose quotients are exactly between two adjacent e4m3 numbers, in each
-    plane with a rule for that (``Plane.halfway``). Scales of tiles are a power of two, which each method computes
-    exactly, apart from an approximate division (``accepted``). ``by``: as in ``with_one_packing``.
+    plane with a rule for that (``Plane.halfway``). Scales of tiles are a power of two, so scales and quotients are
+    exact in each method: by division, also by Triton's approximate one on an H200, and by reciprocals. ``by``: as in
+    ``with_one_packing``.
     """
     keys = with_one_packing(packed, keys, by)
     for plane in packed.format.planes:
@@ -124,19 +125,16 @@ def zero_tiles(packed: PackedRows, shape: torch.Size, seed: int, ends: tuple[int
     return torch.from_numpy(whole)
 
 
-def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor, *, halfway: bool = False) -> torch.Tensor:
+def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """A copy of ``rows`` with the scales of ``want``, if they differ only by rounding. [..., bytes] uint8. Tiles of
     zeros are replaced by those of ``want``, too, if all of their products are 0: servers store a scale of 0, the
-    smallest scale or 1, and any value next to a scale of 0. ``halfway``: quotients are those of
-    ``with_halfway_numbers``, so a scale that differs by rounding may move them to either of two adjacent numbers.
+    smallest scale or 1, and any value next to a scale of 0.
     """
     rows = rows.clone()
     for plane in packed.scale_planes if rows.numel() else ():
         if plane.dtype == torch.float32:
             got, due = (packed.planes(each)[plane.name] for each in (rows, want))
             near = (got.view(torch.int32) - due.view(torch.int32)).abs() <= _ULPS
-            if halfway:
-                _accept_adjacent(packed, plane, rows, want, near & (got != due))
             got.copy_(torch.where(near, due, got))
         zeros = (holds_zeros(packed, plane, want) & holds_zeros(packed, plane, rows))[..., None]
         if not zeros.any():
@@ -146,17 +144,6 @@ def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor, *, half
                 tiles, own = (_by_tile(packed.raw(of, each), zeros.shape[-2]) for of in (rows, want))
                 tiles.copy_(torch.where(zeros, own, tiles))
     return rows
-
-
-def _accept_adjacent(
-    packed: PackedRows, scales: Plane, rows: torch.Tensor, want: torch.Tensor, inexact: torch.Tensor
-) -> None:
-    """Replace numbers of ``rows`` that are adjacent to those of ``want``, in tiles with an ``inexact`` scale, bool."""
-    for plane in packed.format.planes:
-        if plane.of == scales.of and plane.halfway:
-            tiles, own = (_by_tile(packed.raw(of, plane), inexact.shape[-1]) for of in (rows, want))
-            adjacent = (tiles.int() - own.int()).abs() <= 1
-            tiles.copy_(torch.where(inexact[..., None] & adjacent, own, tiles))
 
 
 def _by_tile(raw: torch.Tensor, tiles: int) -> torch.Tensor:

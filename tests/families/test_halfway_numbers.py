@@ -12,7 +12,7 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ROW_FORMATS, ForwardMode
 from attn_testkit.contract.row_format import PackedRows, in_tiles
 from attn_testkit.families.by_layer import layers as layers_of
-from attn_testkit.steps.packed_rows import accepted, with_halfway_numbers
+from attn_testkit.steps.packed_rows import with_halfway_numbers
 from attn_testkit_corpus.faults.catalogue import entry_of
 
 WITH_RULE = sorted(name for name, each in ROW_FORMATS.items() if each.rounds_halfway)
@@ -57,18 +57,18 @@ def test_each_quotient_is_exactly_between_two_numbers_and_packed_as_the_even_one
     assert quotients.min() == 2.0**-10 if scales else quotients.min() < 2.0**-8, "subnormal numbers are among them"
 
 
-def test_a_scale_that_differs_by_rounding_moves_halfway_quotients_to_either_neighbor() -> None:
-    packed, keys = rows_of("fp8_per_token_head")
-    want = packed.pack(keys)
-    rows = want.clone()
-    numbers, scales = packed.planes(rows)["numbers"], packed.planes(rows)["scales"]
-    numbers.view(torch.uint8)[:, 3] ^= 1
-    scales.view(torch.int32)[:16] += 1
-    exact = torch.arange(32) >= 16
-    assert torch.equal((accepted(packed, rows, want, halfway=True) == want).all(-1), ~exact)
-    assert not (accepted(packed, rows, want) == want).all(-1).any()
-    numbers.view(torch.uint8)[:, 3] = want[:, 3] + 2
-    assert not (accepted(packed, rows, want, halfway=True) == want).all(-1).any(), "two steps away is wrong"
+@pytest.mark.parametrize("name", WITH_RULE)
+def test_scales_and_quotients_are_the_same_by_division_and_by_reciprocals(name: str) -> None:
+    packed, keys = rows_of(name)
+    scales = packed.scales_of(packed.format.planes[0])
+    if scales is None:
+        return
+    tiles = in_tiles(keys[..., packed.part(scales)].float(), scales.tile)
+    largest = tiles.abs().amax(-1, keepdim=True)
+    if scales.rule == "amax":
+        assert torch.equal(largest / 448, largest * (1 / 448))
+    scale = packed.scales(scales, keys)[..., None]
+    assert torch.equal(tiles / scale, tiles * (1 / scale))
 
 
 @pytest.mark.parametrize("case", [STORED, BY_HEAD])
