@@ -31,7 +31,8 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    if not declared.server.takes_column_views:
+    # ``catalogue/state_cases.py`` makes those of layers that keep a state.
+    if not declared.server.takes_column_views or declared.state is not None:
         return
     wider = small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({WIDER_BUFFERS.word}))
     yield wider
