@@ -201,12 +201,14 @@ class Around:
         return [each[:rows] for each in given] if self.model.rows_behind else given
 
 
-def with_columns_behind(rows: torch.Tensor, count: int, fill: float) -> torch.Tensor:
-    """A view that equals ``rows`` [n, columns], of a buffer with ``count`` more columns of ``fill``; 0: ``rows``."""
+def with_columns_behind(rows: torch.Tensor, count: int, fill: float | torch.Tensor) -> torch.Tensor:
+    """A view that equals ``rows`` [n, columns, ...], of a buffer with ``count`` more columns of ``fill``; 0:
+    ``rows``."""
     if not count:
         return rows
-    buffer = torch.full((len(rows), rows.shape[1] + count), fill, dtype=rows.dtype, device=rows.device)
+    buffer = rows.new_empty(len(rows), rows.shape[1] + count, *rows.shape[2:])
     buffer[:, :-count] = rows
+    buffer[:, -count:] = fill
     return buffer[:, :-count]
 
 

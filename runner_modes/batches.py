@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from attn_testkit.watches.uploads import upload
 
 from .harness import ServerHarness, StagedStep
 from .static_inputs import StaticInputs
-from .step_tensor import GraphBatch
+from .step_tensor import BatchField, GraphBatch, StepTensor
 from .step_tensors import BATCH_FIELDS
 
 ReplayView = SimpleNamespace
@@ -34,9 +35,15 @@ def eager_batch(
 
     ``spec_info`` and ``extends``: fields that the mode adds or replaces.
     """
-    fields = {each.name: each.eager(harness, staged) for each in BATCH_FIELDS if each.eager and each.given(harness)}
+    fields = {each.name: _eager(each, harness, staged) for each in BATCH_FIELDS if each.eager and each.given(harness)}
     fields |= {"forward_mode": mode, "batch_size": staged.step.bs, "spec_info": spec_info}
     return ForwardBatch(**{**fields, **extends})
+
+
+def _eager(field: BatchField, harness: ServerHarness, staged: StagedStep) -> Any:
+    """Value of a field in an eager batch. Rows of a request may be columns of a wider buffer."""
+    value = field.eager(harness, staged) if field.eager else None
+    return field.widened(value, staged.schedule.case) if isinstance(field, StepTensor) and value is not None else value
 
 
 def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardBatch, tuple[Sent, ...]]:
@@ -94,12 +101,14 @@ def _moved(owners: Mapping[str, Any], device: torch.device) -> tuple[dict[str, A
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Rows of the buffer of which a tensor has the first columns; another tensor itself."""
-    if tensor.is_contiguous() or tensor.dim() > 2:
+    if tensor.is_contiguous():
         return tensor
-    rows, stride = len(tensor), tensor.stride(0)
-    is_first_columns = (tensor.dim() == 1 or tensor.stride(1) == 1) and not tensor.storage_offset()
+    entry = tensor.shape[2:]
+    steps = tuple(math.prod(entry[place:]) for place in range(len(entry) + 1))
+    is_first_columns = tensor.stride()[1:] in ((), steps) and not tensor.storage_offset()
     # Of a transposed tensor the rows are not in the memory one after another.
-    return tensor.as_strided((rows, stride), (stride, 1)) if is_first_columns else tensor
+    columns = tensor.stride(0) // steps[0]
+    return tensor.as_strided((len(tensor), columns, *entry), (tensor.stride(0), *steps)) if is_first_columns else tensor
 
 
 def _as_on_host(moved: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.features.kv_sharing import reader_and_owner
 from attn_testkit.cases.features.kv_splits import has_own_pools, splits_of
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS, dialect_of, variant_of
+from attn_testkit.cases.features.server.wider_buffers import columns_behind
 from attn_testkit.cases.features.table import FEATURES
 from attn_testkit.cases.layers import PERIOD
 from attn_testkit.checks.failures import first_line
@@ -252,7 +253,10 @@ class ServerHarness:
         token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")
         memories = len(set(self.case.families))
-        self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device, memories)
+        self._tables = Tables(
+            len(context.groups), requests, columns, most, token, context.dtype, device, memories,
+            behind=columns_behind(self.case),
+        )  # fmt: skip
         self.request_tables = tables = self._tables.req_to_token
         """Request table of each KV group, [G, requests, max_context_len] int32, on the device."""
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)

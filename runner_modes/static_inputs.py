@@ -96,7 +96,7 @@ def make_static_inputs(
     staged = packing.fresh()
     host = packing.arrays(staged)
     for each in tensors:
-        host[each.name][:] = each.padded(harness, schedule, fill)
+        each.pad(host[each.name], harness, schedule, fill)
     memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)
     mask_size = max_bs * case.width * (fill + case.width) if context.topk else 0
     static = StaticInputs(

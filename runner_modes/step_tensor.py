@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
+from attn_testkit.cases.features.server.wider_buffers import columns_behind
 from attn_testkit.contract import BackendContext, ForwardMode
+from attn_testkit.model import with_columns_behind
 from attn_testkit.steps.data import StepData
 from attn_testkit.steps.schedule import Schedule, Step
 
@@ -38,6 +41,11 @@ class Buffers:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Buffer of a tensor on the device."""
         return self.tensors[name]
+
+    def rows(self, name: str, columns: int) -> torch.Tensor:
+        """[max_bs, columns, ...]: first columns of a tensor with a row per request, which may be wider."""
+        buffer = self.tensors[name]
+        return buffer.view(-1, self.counts[name], *buffer.shape[1:])[:, :columns]
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,9 @@ class StepTensor(BatchField):
     """Shape of an entry."""
     more: int = 0
     """Number of extra entries."""
+    behind: Any = None
+    """Contents of the columns after the entries of a request, if the server gives columns of wider buffers
+    (``wider_buffers``): a number, or one for each of ``columns``. None: there are no such columns."""
     padded: Callable[[ServerHarness, Schedule, int], Any] = _zero
     """Function (harness, schedule, fill): contents before a capture, when everything is padding."""
     live: Callable[[Filling], Any] | None = None
@@ -140,19 +151,43 @@ class StepTensor(BatchField):
     it is zeros. Empty: ``rest`` decides."""
 
     def count(self, context: BackendContext, case: Case) -> int:
-        """Number of entries per request."""
-        return self.entries(context, case) * (case.width if self.per == "row" else 1)
+        """Number of entries per request, columns after its own included."""
+        own = self.entries(context, case) * (case.width if self.per == "row" else 1)
+        return own + self.after(case) if own else 0
+
+    def after(self, case: Case) -> int:
+        """Number of columns after the entries of a request."""
+        return 0 if self.behind is None else columns_behind(case)
+
+    def widened(self, rows: torch.Tensor, case: Case) -> torch.Tensor:
+        """``rows`` [n, entries, ...] of an eager batch, which are the first columns of a wider buffer if a server has
+        one."""
+        further = self.after(case)
+        return with_columns_behind(rows, further, torch.tensor(self.behind)) if further else rows
 
     def named(self, *, spec: bool) -> str:
         """Name of the buffer in messages. ``spec``: true if batches have a ``spec_info``."""
         own = [path for path in self.watched if ".spec_info." not in path]
         return own[0] if own and not spec else next(iter(self.watched), "")
 
+    def rows(self, buffer: npt.NDArray[Any], context: BackendContext, case: Case) -> npt.NDArray[Any]:
+        """View [n, count, ...] of ``buffer``, with a row for each request."""
+        return buffer.reshape(-1, self.count(context, case), *self.columns)
+
+    def pad(self, buffer: npt.NDArray[Any], harness: ServerHarness, schedule: Schedule, fill: int) -> None:
+        """Write the contents before a capture into the host copy of the buffer."""
+        buffer[:] = self.padded(harness, schedule, fill)
+        if buffer.size and (further := self.after(schedule.case)):
+            self.rows(buffer, harness.context, schedule.case)[:, -further:] = self.behind
+
     def fill_into(self, buffer: npt.NDArray[Any], filling: Filling) -> None:
         """Write a step's entries into the host copy of the buffer."""
         if self.live is None or not buffer.size:
             return
         values = self.live(filling)
+        if self.behind is not None and (further := self.after(filling.case)):
+            buffer = self.rows(buffer, filling.harness.context, filling.case)[:, :-further]
+            values = None if values is None else np.reshape(values, (-1, *buffer.shape[1:]))
         count = 0 if values is None else len(values)
         if count:
             buffer[:count] = values

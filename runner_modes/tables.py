@@ -25,15 +25,17 @@ class Tables:
         dtype: torch.dtype,
         device: torch.device,
         memories: int = 1,
+        behind: int = 0,
     ) -> None:
         """Allocate tables. ``groups``: KV groups, with a request table each. ``requests``: rows of each table.
 
         ``rows``: most tokens that can have their own numbers. ``token``: L, and the elements of a token in one layer.
-        ``memories``: memories with slots that a step may write.
+        ``memories``: memories with slots that a step may write. ``behind``: columns of the memory of request tables
+        after ``context_len``, which hold -1.
         """
         self._packing = pack_places(
             (
-                ("req_to_token", torch.int32, (groups, requests, context_len)),
+                ("req_to_token", torch.int32, (groups, requests, context_len + behind)),
                 # A request with a state may have a copy of it, too.
                 ("due", torch.int64, (memories * (rows + requests + 1),)),
                 ("hidden", torch.float32, (rows + 1, HIDDEN)),
@@ -43,7 +45,7 @@ class Tables:
         )
         self._memory = torch.full((self._packing.size,), 0xFF, dtype=torch.uint8, device=device)
         tensors = self._packing.tensors(self._memory)
-        self.req_to_token = tensors["req_to_token"]
+        self.req_to_token = tensors["req_to_token"][..., :context_len]
         """Request tables, [groups, requests, context_len] int32."""
         self.hidden = tensors["hidden"]
         """Hidden states, [rows + 1, hidden] float32. The last row is NaN."""
@@ -53,7 +55,7 @@ class Tables:
         self._host = self._packing.fresh()[: self._packing.places[-1].start]
         """Host copy of everything except the rows, as last sent."""
         arrays = self._packing.arrays(self._host)
-        self._on_host = arrays["req_to_token"], arrays["due"], arrays["hidden"]
+        self._on_host = arrays["req_to_token"][..., :context_len], arrays["due"], arrays["hidden"]
         # Rows that no step has filled yet are finite: graphs are captured on token 0.
         arrays["hidden"][:-1] = 0.5
         self.hidden[:-1].fill_(0.5)

@@ -131,6 +131,7 @@ def _decode(server: _Server, number: int, texts: Sequence[int]) -> None:
         tokens = server.texts[text].tokens
         server.note(label, text, len(tokens) - 1, found.attention[place])
         tokens.append(int(found.logits[place].argmax()))
+        server.texts[text].taken = 1
 
 
 def _drafts(server: _Server, number: int) -> tuple[tuple[int, ...], ...]:

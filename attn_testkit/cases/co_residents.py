@@ -6,7 +6,6 @@ from collections.abc import Set
 from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
-from ..contract.state import ROLLBACKS
 from .case import Case, Heads
 from .draft import Draft
 from .features.heads import MOST_USUAL_RATIO, typical_heads
@@ -87,9 +86,13 @@ def co_residents(
     if steps > 1:
         rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
     others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
-    # With a slot for each node of a draft, the other modes have the first of them.
-    state = replace(case.state, rollback=ROLLBACKS[0]) if case.state else None
-    return [case.with_changes(rows=each, state=state, multi_mode=False, instance_of=case) for each in others]
+    # With a slot for each node of a draft, the other modes have the first of them, or a decode has the list.
+    return [
+        case.with_changes(
+            rows=each, state=case.state and case.state.in_mode(each.mode), multi_mode=False, instance_of=case
+        )
+        for each in others
+    ]
 
 
 _CHUNK = 16

@@ -223,7 +223,7 @@ class Fields:
     @property
     def by_slots(self) -> bool:
         """True if each node of a draft has a slot for its state (``StateShape.rollback``)."""
-        return self.state is not None and self.state.rollback == "slots"
+        return self.state is not None and self.state.by_slots
 
     @property
     def id(self) -> str:

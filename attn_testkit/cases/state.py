@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ..contract import ForwardMode
+from ..contract.state import ROLLBACKS, SLOTS_IN_DECODE
 
 UNIT_KEYS = "unit_keys"
 """Pattern of exact data, in which each token can be found in the state."""
@@ -22,7 +25,8 @@ _DTYPES = {"32": "fp32", "b16": "bf16", "16": "fp16"}
 _WORDS = {
     "null": ("padding", "skip_zero"), "slot0": ("padding", "write_zero"), "zeroed": ("fresh", "zeroed"),
     "copied": ("continues", "copy"), "source": ("continues", "source"),
-    "kv": ("order", "kv"), "slots": ("rollback", "slots"), "strided": ("strided", True), "bigpool": ("big", True),
+    "kv": ("order", "kv"), "slots": ("rollback", "slots"),
+    SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), "strided": ("strided", True), "bigpool": ("big", True),
 }  # fmt: skip
 """Word after the sizes -> field and value. Other values are defaults, and not written."""
 
@@ -60,7 +64,17 @@ class StateShape:
         """Columns of a window in memory. ``nodes``: N of a draft, 1 without one."""
         if self.conv_width == 1:
             return 0
-        return self.conv_width - 1 + (nodes - 1 if self.rollback == "slots" else 0)
+        return self.conv_width - 1 + (nodes - 1 if self.by_slots else 0)
+
+    @property
+    def by_slots(self) -> bool:
+        """True if each node of a draft has a slot for its state."""
+        return self.rollback != ROLLBACKS[0]
+
+    def in_mode(self, mode: ForwardMode) -> StateShape:
+        """The shape in another mode of the instance: most modes take nothing back, so they name no way of it."""
+        keeps = mode is ForwardMode.DECODE and self.rollback == SLOTS_IN_DECODE
+        return self if keeps else replace(self, rollback=ROLLBACKS[0])
 
     @property
     def padded_index(self) -> int:

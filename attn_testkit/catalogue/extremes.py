@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..cases.case import Case
-from ..contract import FP8_PRODUCTS, Capabilities, ForwardMode
+from ..cases.features.data_pattern import HALFWAY
+from ..contract import FP8_PRODUCTS, ROW_FORMATS, Capabilities, ForwardMode
 
 _MANY_KEYS = 4096
 """Number of small terms that a 16-bit sum loses next to a large term, also in each of 16 splits."""
@@ -18,6 +19,9 @@ _FAINT_KEYS = 1500
 
 _FEW_KEYS = (70, 20)
 """Lengths of a request with more keys than the smallest tiles, and of one with little more than one tile."""
+
+_STORING = (ForwardMode.DECODE, ForwardMode.EXTEND)
+"""Modes with different code that stores new keys: a row of each request, and many."""
 
 
 def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
@@ -48,3 +52,15 @@ def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
             yield fp8.with_changes(dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)
     if "fp8_e4m3" in declared.kv_pool.kv_dtypes and declared.precision.matmul_dtype in FP8_PRODUCTS:
         yield one.with_changes(kv_dtype="fp8_e4m3", prefixes=(_FAINT_KEYS,), data="small_weights")
+
+
+def halfway_cases(declared: Capabilities, small: Case, found: Sequence[Case]) -> Iterator[Case]:
+    """A case of decode and of extend for each declared format whose rule for quotients between two numbers is known.
+    ``found``: other cases, of which one has heads for which there are such rows."""
+    if small.mode not in _STORING:
+        return
+    for name in sorted(declared.kv_pool.kv_dtypes & set(ROW_FORMATS)):
+        like = next((case for case in found if case.kv_dtype == name), None)
+        if like and ROW_FORMATS[name].rounds_halfway:
+            shape = {each: getattr(like, each) for each in ("heads", "head_dim", "rope_dim", "dtype", "kv_dtype")}
+            yield small.of_requests((small.page_size + 1, 2 * small.page_size), data=HALFWAY, **shape)

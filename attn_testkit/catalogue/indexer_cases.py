@@ -19,8 +19,9 @@ _MANY_ROWS, _NEAR_KEYS = 34, 20_480
 """Rows and keys that exceed limits of FlashInfer: its filtered top-k runs for more than 32 rows, and one of its bins
 holds 16,384 keys."""
 _LONG = 66_000
+"""Keys of a narrow selection: 7,000 of them tie, which is more than a buffer for few places holds."""
 _LEAST = 256
-"""Smallest top-k with such ties: other cases exceed a buffer for fewer candidates."""
+"""Smallest top-k whose number of tied keys depends on it."""
 _KEYS_EACH = 10
 """Keys per selected key. Data with ties have nine vectors, so a tenth more keys tie than a row selects."""
 
@@ -36,21 +37,15 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         for each in variant_cases(declared, small):
             if each.indexer is None and "bigpool" not in each.variants:
                 yield with_indexer(declared, each)
-    if min(sparse.topk) < _LEAST and small.mode is ForwardMode.DECODE and not sparse.indexer.fused:
-        # Thousands of candidates for a few places: a buffer of them overflows for any top-k.
-        yield with_indexer(declared, small, data="ties").of_requests((_LONG,), page_size=usual_page(declared))
-    narrow = max((each for each in sparse.topk if 1 < each < _LEAST), default=0)
-    if narrow and small.mode is ForwardMode.DECODE and not sparse.indexer.fused:
-        # A separate kernel, with other bins, may serve narrow selections.
-        near = with_indexer(declared, small, narrow, NEAR).with_changes(page_size=usual_page(declared))
-        yield _of_near_scores(near.with_changes(layers=Layers(1), layout="shuffled", data="gauss"))
-    topk = max(sparse.topk)
-    if topk >= _LEAST and small.mode in _TIED_MODES and not sparse.indexer.fused:
-        # A few winners, and thousands of equal scores after them: more tie than a buffer of candidates holds, and
-        # most of what a row selects is of these (sglang #30645).
+    if small.mode not in _TIED_MODES or sparse.indexer.fused:
+        return
+    # Each width may have its own kernel, with other bins.
+    for topk in sorted(each for each in sparse.topk if each > 1) or sparse.topk:
         many = with_indexer(declared, small, topk, "ties")
         many = many.with_changes(page_size=usual_page(declared), layers=Layers(1), layout="shuffled", data="gauss")
-        yield many.of_requests((_KEYS_EACH * topk, 70))
+        # A few winners, and thousands of equal scores after them: more tie than a buffer of candidates holds, and
+        # most of what a row selects is of these (sglang #30645).
+        yield many.of_requests((_LONG if topk < _LEAST else _KEYS_EACH * topk, 70))
         yield _of_near_scores(with_indexer(declared, many, topk, NEAR))
 
 

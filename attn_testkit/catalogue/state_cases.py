@@ -20,7 +20,7 @@ from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, ROLLBACKS
 from .array import array_of
-from .state_columns import CHUNK, DRAWN, kinds_of, prompts, rollbacks_of, with_softmax
+from .state_columns import CHUNK, DRAWN, kinds_of, prompts, rollbacks_of, rollbacks_of_instances, with_softmax
 
 _LONG = ((0, 11), (2 * CHUNK + 1, 2 * CHUNK - 1))
 _MANY_CHUNKS = {"core": 5 * CHUNK + 1, "full": 32 * CHUNK + 1}
@@ -101,7 +101,7 @@ def _multi_mode(declared: Capabilities, mode: ForwardMode, first: Case) -> Itera
     if len(supported) < 2 or not hosts or mode is not hosts[0]:
         return
     kinds = kinds_of(declared)
-    rollbacks = rollbacks_of(declared) if mode is ForwardMode.TARGET_VERIFY else ROLLBACKS[:1]
+    rollbacks = rollbacks_of_instances(declared) if mode is ForwardMode.TARGET_VERIFY else ROLLBACKS[:1]
     both = dict.fromkeys([kinds[0], kinds[-1]])
     for rollback in rollbacks:
         for heads in both if rollback == rollbacks[0] else kinds[:1]:
@@ -238,7 +238,8 @@ _LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS, _LOOP_WIDTH = (CHUNK + 2, 33, 1), 4, 
 def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     """Greedy-equivalence loops with each rollback; from core on, a hybrid model also has one with each kind."""
     assert declared.state is not None
-    nodes, rollbacks, kinds = min(_LOOP_NODES, declared.bounds.max_q_rows), rollbacks_of(declared), kinds_of(declared)
+    nodes, kinds = min(_LOOP_NODES, declared.bounds.max_q_rows), kinds_of(declared)
+    rollbacks = rollbacks_of_instances(declared)
     if tier == "smoke" or nodes < 2:
         return
     for index in range(max(len(rollbacks), len(kinds) if declared.state.hybrid else 1)):

@@ -18,7 +18,7 @@ from ..cases.rows import Extend, Verify, room_for
 from ..cases.state import EXACT_DATA, NEAR_EPSILON, STATE_DATA, StateShape
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
-from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
+from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, SLOTS_IN_DECODE, STATE_DTYPES
 
 DRAWN = tuple(each for each in STATE_DATA if each not in (*EXACT_DATA, NEAR_EPSILON))
 """Data patterns that are not exact."""
@@ -55,6 +55,12 @@ def kinds_of(declared: Capabilities) -> list[Heads]:
 
 
 def rollbacks_of(declared: Capabilities) -> list[str]:
+    """Declared rollbacks, the usual one first, that differ in target-verify."""
+    found = rollbacks_of_instances(declared)
+    return [each for each in found if each != SLOTS_IN_DECODE or "slots" not in found]
+
+
+def rollbacks_of_instances(declared: Capabilities) -> list[str]:
     """Declared rollbacks, the usual one first."""
     return [each for each in ROLLBACKS if declared.state and each in declared.state.rollback]
 

@@ -27,7 +27,7 @@ from .array import array_cases, array_of
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .declared_pairs import declared_pair_cases
-from .extremes import extreme_cases
+from .extremes import extreme_cases, halfway_cases
 from .feature_cases import feature_cases
 from .full_contexts import full_context_cases
 from .indexer_cases import indexer_cases
@@ -112,6 +112,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, fou
         yield from variant_cases(declared, base)
         yield from split_cases(declared, base)
         yield from extreme_cases(declared, base)
+        yield from halfway_cases(declared, base, found)
         yield from layer_cases(declared, base)
         yield from shaped_cases(declared, found)
         yield from one_head_cases(declared, base)

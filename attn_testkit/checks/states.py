@@ -44,7 +44,7 @@ class _After(NamedTuple):
     def place(self, end: int) -> str:
         """Words after the name of a request for one of its ends; empty for its only state."""
         each, data = self.data.ends[end], self.data
-        if data.lists.shape[1] > 1:
+        if data.nodes > 1:
             return f" after node {each.rows - 1}"
         return " in its copy for the prefix cache" if each.slot in data.snapshot_slots else ""
 
@@ -170,7 +170,7 @@ def _of_another_node(after: _After, bad: torch.Tensor) -> str:
     def fits(off: int) -> bool:
         return _is_behind(after, bad, [min(max(end.rows + off, 0), data.news[end.request]) for end in data.ends])
 
-    right = "the right one" if data.lists.shape[1] > 1 else "the last accepted one"
+    right = "the right one" if data.nodes > 1 else "the last accepted one"
     for off in (-2, -1, 1, 2):
         if fits(off):
             nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "after" if off > 0 else "before"
@@ -243,7 +243,7 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
 
 
 def _copied(after: _After, end: int) -> str:
-    return "" if after.data.lists.shape[1] > 1 else after.place(end)
+    return "" if after.data.nodes > 1 else after.place(end)
 
 
 def _window_hint(after: _After, differs: torch.Tensor) -> str:

@@ -264,7 +264,8 @@ class ForwardBatch:
     mm_prefix_range_tensor: torch.Tensor | None = None
     """[bs, R, 2] int32: ``mm_prefix_range`` on the device, followed by (0, 0) where a request has fewer than R. In
     eager mode R is the largest number in the batch, and a batch without spans has None. In a graph R is
-    ``BackendContext.max_spans``; it is captured without any span."""
+    ``BackendContext.max_spans``; it is captured without any span. Rows may be columns of a wider buffer
+    (``ServerConventions.takes_column_views``)."""
     qq_bias: torch.Tensor | None = None
     """[T, W] float32, if ``BackendContext.qq_bias`` asks for it; else None, and absent from a replay's view. Column c
     of row t is its bias on row c of its request, both rows of this step. It is added to the logit in natural units,

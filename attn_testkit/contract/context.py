@@ -33,7 +33,8 @@ class BackendContext:
     req_to_token: torch.Tensor
     """[pool_size + 1, columns] int32: KV *slot* of each token of each request. Row 0 is a reserved dummy, all
     zeros. Page of logical page p of request r: ``req_to_token[r, p * page_size] // page_size``. Entries past a
-    request's length are stale slots of others."""
+    request's length are stale slots of others. Rows are strided if the server gives columns of a wider table
+    (``ServerConventions.takes_column_views``)."""
     layers: tuple[AttentionLayer, ...]
     """All layers that will be run. With ``heads_by_layer`` they differ in their heads: a workspace has to fit the
     largest, and each of ``head_shapes`` needs a plan."""

@@ -116,6 +116,11 @@ class Plane:
     quotient, rounded up to a power of two."""
     smallest: float = torch.finfo(torch.float32).tiny
     """Smallest scale."""
+    halfway: str = ""
+    """Number of the plane to which a quotient exactly between two of them is rounded. ``even``: the one whose last bit
+    is 0, as every conversion to FP8 does. Empty: stores differ, so test data have no such quotients. For integers
+    torch rounds to even and vLLM's kernel away from zero, and for FP4 hardware rounds to even and SGLang's torch code
+    toward zero."""
     least: float = 2.0**-14
     """Test data: least magnitude of the largest number of a tile, so that its scale is not the smallest one."""
 
@@ -158,6 +163,11 @@ class RowFormat:
         return layout.values_in_keys == self.latent and not layout.has_state and dtype in self.dtypes and tiles
 
     @property
+    def rounds_halfway(self) -> bool:
+        """True if the rule for quotients exactly between two numbers is known, for some plane."""
+        return any(plane.halfway for plane in self.planes)
+
+    @property
     def needs(self) -> str:
         """Layers that have such rows, in words."""
         kind = "a latent row per token" if self.latent else "keys and values of each KV head"
@@ -167,16 +177,16 @@ class RowFormat:
 
 
 _DS_MLA = (
-    Plane("numbers", torch.float8_e4m3fn, "latent"),
+    Plane("numbers", torch.float8_e4m3fn, "latent", halfway="even"),
     Plane("scales", torch.float32, "latent", tile=128),
     Plane("rope", torch.bfloat16, "rope"),
 )
 _BF16 = frozenset({"bf16"})
 
 
-def _per_token_head(dtype: torch.dtype) -> tuple[Plane, ...]:
+def _per_token_head(dtype: torch.dtype, halfway: str = "") -> tuple[Plane, ...]:
     scales = Plane("scales", torch.float32, "row", tile=0, smallest=1e-6, least=2.0**-10)
-    return Plane("numbers", dtype, "row"), scales
+    return Plane("numbers", dtype, "row", halfway=halfway), scales
 
 
 def _fp4(scales: Plane) -> tuple[Plane, ...]:
@@ -194,11 +204,11 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
             dtypes=_BF16,
         ),
         RowFormat("int8_per_token_head", _per_token_head(torch.int8), latent=False, dtypes=_BF16),
-        RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn), latent=False, dtypes=_BF16),
+        RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn, "even"), latent=False, dtypes=_BF16),
         RowFormat("int8_per_token_head_apart", _per_token_head(torch.int8), latent=False, dtypes=_BF16, apart=True),
         RowFormat(
-            "fp8_per_head", (Plane("numbers", torch.float8_e4m3fn, "row"),), latent=False, dtypes=_BF16,
-            layer_scale="head",
+            "fp8_per_head", (Plane("numbers", torch.float8_e4m3fn, "row", halfway="even"),), latent=False,
+            dtypes=_BF16, layer_scale="head",
         ),
         RowFormat(
             "nvfp4", _fp4(Plane("scales", torch.float8_e4m3fn, "row", tile=16, smallest=_SMALLEST_E4M3, least=2.0**-5)),

@@ -91,9 +91,10 @@ class ServerConventions(Declared):
     unscaled, in the model's dtype. The kernel must then ignore them. False: they are 1 in this case, as vLLM ensures
     (``BaseKVCacheMethod.process_weights_after_loading``)."""
     takes_column_views: bool = False
-    """True: ``selected``, the ``weights`` of an indexer and ``state.indices`` may be columns of a wider buffer, so
-    their rows are strided, also if there is one column: a request's slot is column 0 of a block table in vLLM. After
-    the columns is whatever an earlier step left there. False: these tensors are contiguous."""
+    """True: ``req_to_token``, ``mm_prefix_range_tensor``, ``selected``, the ``weights`` of an indexer and
+    ``state.indices`` may be columns of a wider buffer, so their rows are strided, also if there is one column: a
+    request's slot is column 0 of a block table in vLLM. After the columns is whatever an earlier step left there.
+    False: these tensors are contiguous, so SGLang's kernels use ``req_to_token.shape[1]`` as its stride."""
     output_lifetime: str = "layer"
     """Time for which an output tensor keeps its contents. ``layer``: until the next ``forward`` of the instance, as if
     all layers share one buffer. ``model``: until every layer of the model has run."""

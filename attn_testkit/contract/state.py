@@ -17,7 +17,8 @@ STATE_DTYPES = ("fp32", "bf16", "fp16")
 PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
 FRESH = ("flag", "zeroed")
 ORDERS = ("vk", "kv")
-ROLLBACKS = ("commit", "slots")
+SLOTS_IN_DECODE = "slots_in_decode"
+ROLLBACKS = ("commit", "slots", SLOTS_IN_DECODE)
 CONTINUES = ("copy", "source")
 PRODUCTS = ("fp32", "tf32", "model")
 KINDS = ("gdn", "kda", "mamba", "lightning")
@@ -51,7 +52,9 @@ class State(Declared):
     rollback: Set[str] = frozenset({"commit"})
     """Ways in which target-verify takes back rejected nodes. ``commit``: the backend keeps window and state after
     each node in ``pool.scratch``, and ``StateBackend.commit`` makes one of them the slot's (SGLang). ``slots``: a
-    request has a slot for each node, and the next step reads that of the last accepted one (vLLM)."""
+    request has a slot for each node, and the next step reads that of the last accepted one (vLLM).
+    ``slots_in_decode``: the same, and a decode without a draft, which may follow a verify, gets the list of slots and
+    ``num_accepted``, too (Mamba2 of vLLM: ``mamba_attn.py``)."""
     snapshots: Set[int] = frozenset()
     """Lengths of a chunk, at whose ends states are copied to another slot for a prefix cache (``Snapshot``); empty:
     never. With rollback ``commit`` only."""

@@ -48,16 +48,20 @@ class StateBackend(AttentionBackend):
         plain step (decode or extend) after an accepted draft begins from the slot, in which ``commit`` has stored what
         follows the last accepted node.
 
-        With rollback ``slots`` there is no commit. Request i has N slots, ``indices[i]``. The state before its rows is
-        that of slot ``indices[i, num_accepted[i] - 1]``, and the state after row t is stored in slot
-        ``indices[i, t]``. Its window is in the first of them, ``conv[indices[i, 0]]``, W - 1 + N - 1 columns: the
-        window before the rows begins at column ``num_accepted[i] - 1``. After the step the columns hold the last W - 2
-        inputs of that window and the N new ones, so the window after row t begins at column t.
+        With rollback ``slots`` or ``slots_in_decode`` there is no commit. Request i has N slots, ``indices[i]``. The
+        state before its rows is that of slot ``indices[i, num_accepted[i] - 1]``, and the state after row t is stored
+        in slot ``indices[i, t]``. Its window is in the first of them, ``conv[indices[i, 0]]``, W - 1 + N - 1 columns:
+        the window before the rows begins at column ``num_accepted[i] - 1``. After the step the columns hold the last
+        W - 2 inputs of that window and the N new ones, so the window after row t begins at column t.
 
-        A plain step of such an instance gets no ``num_accepted``. It reads and stores the state in the first slot, and
-        the window from column 0 on. So it continues a draft only if one node, the root, was accepted. After a longer
-        draft the server must move state and window there first, or run a target-verify; the kit runs no plain step of a
-        request that has a verified draft.
+        With ``slots_in_decode`` a decode has the list and ``num_accepted``, too. It continues the last draft as a
+        verify of a single row does: state and window before it are those of the last accepted node. Those after it are
+        stored in the first slot, the window from column 0 on; the other slots do not change.
+
+        Any other plain step of such an instance gets no ``num_accepted``. It reads and stores the state in the first
+        slot, and the window from column 0 on. So it continues a draft only if one node, the root, was accepted. After a
+        longer draft the server must move state and window there first, or run a target-verify; the kit runs no such
+        step of a request that has a verified draft.
 
         If ``batch.state.sources`` is given, in decode and extend, the window and the state before the rows are those of
         slot ``sources[i]``, which is not written unless it is ``indices[i]``.

@@ -157,14 +157,14 @@ class StateInput:
 
     indices: torch.Tensor
     """[bs] int32: slot of each request, which ``StateContext.req_to_state`` gives for its row, too. For a padded
-    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node.
-    Other modes of such an instance have the first of them."""
+    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node;
+    with ``slots_in_decode`` in decode, too. Other modes of such an instance have the first of them."""
     has_initial_state: torch.Tensor | None = None
     """[bs] bool, in extend: False for a request that has no token before the step, and so begins from zeros. None in
     decode and target-verify."""
     num_accepted: torch.Tensor | None = None
-    """[bs] int32, in target-verify with rollback ``slots``: accepted nodes of the request's previous step, 1 to N; 1
-    for padded requests and after a prompt."""
+    """[bs] int32, in target-verify with rollback ``slots``, and in decode with ``slots_in_decode``: accepted nodes of
+    the request's previous step, 1 to N; 1 for padded requests, after a prompt and after a decode."""
     sources: torch.Tensor | None = None
     """[bs] int32, in decode and extend with ``StateContext.continues`` ``source``: slot whose window and state request
     i continues. It may be its own (``indices[i]``), or one of the prefix cache, which other requests of the batch may
@@ -181,8 +181,8 @@ class StateContext:
     """The layers that have a state, in the order in which they run."""
     pool: StatePool
     req_to_state: torch.Tensor
-    """[pool_size + 1] int32: slot of each row of the request table; with rollback ``slots`` [pool_size + 1, N]. Row 0
-    gives slot 0."""
+    """[pool_size + 1] int32: slot of each row of the request table; with a slot for each node [pool_size + 1, N].
+    Row 0 gives slot 0."""
     padding: str = "skip_minus_one"
     """Meaning of the index of a padded request (``State.padding``)."""
     fresh: str = "flag"

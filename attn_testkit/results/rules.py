@@ -364,10 +364,11 @@ RULES: tuple[Rule, ...] = (
         "MUST",
         "Slots and pages of a request may lie in any order, and several requests may share a prefix.",
         ("reads-own-kv", "matches-oracle"),
-        ("layout", "page size", "prefixed"),
+        ("layout", "page size", "prefixed", "wider_buffers"),
         ("aiter #4825", "rtp-llm 668448b61"),
-        "The server writes the request table.",
+        "The server writes the request table, whose rows are contiguous unless views of a wider buffer are declared.",
         families=_KEYS,
+        declared=("server.takes_column_views",),
     ),
     Rule(
         "AB-READ-003",

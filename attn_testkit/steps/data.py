@@ -20,6 +20,7 @@ from cachetools.keys import hashkey
 
 from ..cases.case import Case
 from ..cases.derived_parameters import scales_are_computed
+from ..cases.features.data_pattern import HALFWAY
 from ..cases.features.feature import OnLayers
 from ..cases.features.kv_sharing import reader_and_owner
 from ..cases.features.server.table import variant_of
@@ -31,7 +32,7 @@ from ..contract.row_format import ALL_NAN
 from .encoder import EncoderKeys, encoder_keys
 from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
-from .packed_rows import with_one_packing, zero_tiles
+from .packed_rows import with_halfway_numbers, with_one_packing, zero_tiles
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
 from .query_bias import make_query_bias
 from .query_scales import LARGEST_FP8, held_queries, large_or_small, some_zeros
@@ -372,8 +373,9 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     scales = scales_of_layers(case, step, layers)
     of_k, of_v = scales.float()
     if packed:
-        k = with_one_packing(packed, k, of_k)
-        v = v if case.heads.layout.values_in_keys else with_one_packing(packed, v, of_v)
+        made = with_halfway_numbers if (pattern or step.data) == HALFWAY else with_one_packing
+        k = made(packed, k, of_k)
+        v = v if case.heads.layout.values_in_keys else made(packed, v, of_v)
         if _has_zeros(case, pattern or step.data):
             k, v = (_with_zeros(packed, step, rows, part) for part, rows in enumerate((k, v)))
     stored_k = as_stored(k, of_k, kv_dtype, packed)

@@ -41,6 +41,41 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
     return keys
 
 
+_UNIT = 2.0**-8
+"""Scale of tiles of halfway numbers."""
+_MOST_HALFWAY = 0x7C
+"""Code of 384 in e4m3: the number halfway to the next one is 400."""
+_LARGEST_OF_TILE = {"amax": 448.0, "power_of_two": 352.0}
+"""Largest quotient of a tile, by the rule of its scale. With both, and numbers of at most 400, the scale is one
+unit."""
+_EXPONENTS = 12
+"""Adjacent numbers differ by a power of two, down to those that are halfway between the smallest and 0."""
+
+
+def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """A copy of ``keys`` [..., width] in 16 bits whose quotients are exactly between two adjacent e4m3 numbers, in each
+    plane with a rule for that (``Plane.halfway``). Scales of tiles are a power of two, so scales and quotients are
+    exact in each method: by division, also by Triton's approximate one on an H200, and by reciprocals. ``by``: as in
+    ``with_one_packing``.
+    """
+    keys = with_one_packing(packed, keys, by)
+    for plane in packed.format.planes:
+        if not plane.halfway:
+            continue
+        scales, part = packed.scales_of(plane), keys[..., packed.part(plane)]
+        unit, size = (_UNIT, 256.0) if scales else (1.0, 2.0)
+        numbers = (part / by).float() * size * torch.exp2(-(torch.arange(part.shape[-1]) % _EXPONENTS).float())
+        codes = numbers.abs().clamp(max=LARGEST[plane.dtype]).to(plane.dtype).view(torch.uint8)
+        codes = codes.clamp(max=_MOST_HALFWAY)
+        middle = (codes.view(plane.dtype).float() + (codes + 1).view(plane.dtype).float()) / 2
+        # Next to 0 only positive numbers: not every store has a -0.
+        tiles = in_tiles(torch.where((numbers < 0) & (codes > 0), -middle, middle), scales.tile if scales else 0)
+        if scales:
+            tiles[..., -1] = _LARGEST_OF_TILE[scales.rule]
+        part.copy_(tiles.flatten(-2) * unit * by)
+    return keys
+
+
 _A_UNIT_LESS = 1 - 2.0**-7.5
 """Factor that makes a 16-bit number one or two units smaller."""
 _OFF_A_POWER = 2.0**-4

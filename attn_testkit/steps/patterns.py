@@ -15,6 +15,8 @@ Patterns
                    then shows one wrong key of thousands, and the output says which keys were attended.
     ``saturated``  every token has a key and a value beyond what an FP8 pool holds: who stores them without a limit
                    stores NaN.
+    ``halfway``    unit normals, of which ``steps/packed_rows.py`` makes keys and values that are exactly between two
+                   numbers of a packed row: who rounds them away from zero stores other numbers.
     ``large_and_small_values``    equal weights, and a value at either end of a request that is 50,000 times as large as
                    those between: sums of 16 bits lose thousands of small terms, one by one.
     ``large_queries``       one channel of the queries is between 256 and 448, the largest number of FP8, and that of
@@ -44,6 +46,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..cases.features.data_pattern import HALFWAY
 from ..cases.normals import normals
 from .query_scales import LARGEST_FP8
 
@@ -200,6 +203,7 @@ _MAKERS: dict[str, _Maker] = {
     "one_hot": _one_hot,
     "rising_logits": _rising_logits,
     "saturated": _saturated,
+    HALFWAY: _gauss,
     "large_and_small_values": _large_and_small_values,
     "large_queries": _large_queries,
     LARGE_AND_SMALL: _large_and_small,

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ..cases.case import Case
 from ..cases.rows import Decode, Extend, room_for
+from ..cases.state import StateShape
 from ..contract import ForwardMode
 from .data import VOCAB
 from .greedy_loop import Loop, kept_of, pages_of, stage_name
@@ -57,10 +58,10 @@ class VerifyLoop(Loop):
         return self.schedules[:1] if self.schedules[0].case.by_slots else self.schedules[:2]
 
     def decodes_verified(self, number: int) -> bool:
-        """True for a round, from 0 on, in which the texts whose drafts are verified are decoded once before. With a
-        slot for each node a decode reads the first one, which is not where a verify left the state.
+        """True for a round, from 0 on, in which the texts whose drafts are verified are decoded once before. With
+        rollback ``slots`` a decode reads the first slot, which is not where a verify left the state.
         """
-        return number % 2 == 1 and not self.schedules[0].case.by_slots
+        return number % 2 == 1 and self.schedules[0].case.by_slots == self.schedules[1].case.by_slots
 
     def decodes(self, accepted: Sequence[Sequence[int]]) -> list[int]:
         """Decode steps of each round: as many as are needed until each request has S decoded tokens that are not
@@ -130,9 +131,11 @@ def make_verify_loop(case: Case) -> VerifyLoop:
 
 def _stages(case: Case) -> tuple[Case, Case, Case]:
     """The cases of target-verify, decode and extend, on one instance."""
-    # Only rejected nodes are taken back, so the other two name no way of it.
-    state = None if case.state is None else replace(case.state, rollback="commit")
-    decode = case.with_changes(rows=Decode(), state=state, instance_of=case)
-    rows = Extend(case.prefixes, room_for(case.prefixes))
-    extend = case.with_changes(rows=rows, prefixes=(0,) * case.bs, state=state, instance_of=case)
+
+    def with_state(mode: ForwardMode) -> StateShape | None:
+        return None if case.state is None else case.state.in_mode(mode)
+
+    decode = case.with_changes(rows=Decode(), state=with_state(ForwardMode.DECODE), instance_of=case)
+    rows, fresh = Extend(case.prefixes, room_for(case.prefixes)), (0,) * case.bs
+    extend = case.with_changes(rows=rows, prefixes=fresh, state=with_state(ForwardMode.EXTEND), instance_of=case)
     return case, decode, extend

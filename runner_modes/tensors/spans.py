@@ -11,6 +11,9 @@ from attn_testkit.cases.spans import Span
 from ..harness import ServerHarness, StagedStep
 from ..step_tensor import BatchField, Filling, GraphBatch, StepTensor
 
+_EVERYTHING = (0, 1_000_003)
+"""Span of all positions, which no request has."""
+
 
 def spans_of(staged: StagedStep, padded: int = 0) -> list[list[Span]]:
     """Bidirectional spans of each live request of a step, and empty lists for its padded requests."""
@@ -39,7 +42,7 @@ def _live(filling: Filling) -> npt.NDArray[np.int64]:
 def _of_graph(batch: GraphBatch) -> torch.Tensor:
     """[bs, R, 2] of the largest number of spans that the instance meets."""
     most = batch.harness.context.max_spans
-    return batch.buffers["mm_prefix_range_tensor"][: batch.bs * most].view(batch.bs, most, 2)
+    return batch.buffers.rows("mm_prefix_range_tensor", most)[: batch.bs]
 
 
 def _listed_in_graph(batch: GraphBatch) -> list[list[Span]]:
@@ -54,6 +57,7 @@ TENSORS = (
         torch.int32,
         entries=lambda context, case: context.max_spans,
         columns=(2,),
+        behind=_EVERYTHING,
         live=_live,
         rest=lambda filling: 0,
         eager=_eager,

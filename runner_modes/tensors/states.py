@@ -10,11 +10,10 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.features.server.wider_buffers import columns_behind
 from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
+from attn_testkit.contract.state import ROLLBACKS, SLOTS_IN_DECODE
 from attn_testkit.families.by_layer import schedule_of
 from attn_testkit.families.recurrent.data import StateStepData, shape_of, slots_listed, state_places, states_in
-from attn_testkit.model import with_columns_behind
 from attn_testkit.steps.schedule import Schedule
 from attn_testkit.watches.uploads import upload
 
@@ -37,7 +36,9 @@ def _numbers(staged: StagedStep) -> StateStepData:
 
 
 def _by_slots(context: BackendContext, mode: ForwardMode) -> bool:
-    return context.state is not None and context.state.rollback == "slots" and mode.is_target_verify()
+    rollback = context.state.rollback if context.state else ROLLBACKS[0]
+    in_decode = mode is ForwardMode.DECODE and rollback == SLOTS_IN_DECODE
+    return rollback != ROLLBACKS[0] and (mode.is_target_verify() or in_decode)
 
 
 def _copies_now(context: BackendContext, mode: ForwardMode) -> bool:
@@ -66,7 +67,7 @@ def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | No
         return None
     mode, data = staged.schedule.case.mode, _numbers(staged)
     own = _places(staged)[data.lists if _by_slots(context, mode) else data.lists[:, :1]].astype(np.int32)
-    lists = with_columns_behind(torch.from_numpy(own), columns_behind(staged.schedule.case), _OTHER_SLOT)
+    lists = _INDICES.widened(torch.from_numpy(own), staged.schedule.case)
     if _by_slots(context, mode):
         return StateInput(lists, num_accepted=torch.tensor(data.taken, dtype=torch.int32))
     begun = torch.tensor(_begun(staged), dtype=torch.bool) if mode is ForwardMode.EXTEND else None
@@ -82,7 +83,7 @@ def captured_states(context: BackendContext, buffers: Buffers, mode: ForwardMode
     if context.state is None:
         return None
     case = buffers.schedule.case
-    lists = buffers["state_indices"].view(-1, buffers.counts["state_indices"])[:bs, : _listed(context, case)]
+    lists = buffers.rows(_INDICES.name, _listed(context, case))[:bs]
     if _by_slots(context, mode):
         return StateInput(lists, num_accepted=buffers["state_accepted"][:bs])
     begun = buffers["has_initial_state"][:bs] if mode is ForwardMode.EXTEND else None
@@ -113,14 +114,10 @@ def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput 
 
 
 def _listed(context: BackendContext, case: Case) -> int:
-    """Slots of states that a batch of a mode lists per request: each node's in target-verify by slots."""
+    """Slots of states that a batch of a mode lists per request: with rollback by slots each node's."""
     if context.state is None:
         return 0
-    return slots_listed(case) if case.tree is not None else 1
-
-
-def _columns(context: BackendContext, case: Case) -> int:
-    return _listed(context, case) + columns_behind(case) if context.state else 0
+    return slots_listed(case) if case.by_slots else 1
 
 
 def _kept(context: BackendContext, case: Case) -> int:
@@ -146,8 +143,7 @@ def _after_indices(filling: Filling) -> int:
 
 def _live_lists(filling: Filling) -> npt.NDArray[np.int64]:
     lists, count = _numbers(filling.staged).lists, _listed(filling.harness.context, filling.case)
-    behind = (0, 0), (0, columns_behind(filling.case))
-    return np.pad(_places(filling.staged)[lists[:, :count]], behind, constant_values=_OTHER_SLOT).reshape(-1)
+    return _places(filling.staged)[lists[:, :count]].reshape(-1)
 
 
 def _live_sources(filling: Filling) -> npt.NDArray[np.int64]:
@@ -158,6 +154,16 @@ def _live_copies(filling: Filling) -> npt.NDArray[np.int64]:
     return _places(filling.staged)[list(_numbers(filling.staged).snapshot_slots)]
 
 
+_INDICES = StepTensor(
+    "state_indices",
+    torch.int32,
+    entries=_listed,
+    padded=_nowhere,
+    live=_live_lists,
+    rest=_after_indices,
+    behind=_OTHER_SLOT,
+    watched=("batch.state.indices",),
+)
 TENSORS = (
     StepTensor(
         "snapshot_slots",
@@ -167,15 +173,7 @@ TENSORS = (
         rest=lambda filling: 0,
         watched=("batch.state.snapshot.slots",),
     ),
-    StepTensor(
-        "state_indices",
-        torch.int32,
-        entries=_columns,
-        padded=_nowhere,
-        live=_live_lists,
-        rest=_after_indices,
-        watched=("batch.state.indices",),
-    ),
+    _INDICES,
     StepTensor(
         "state_sources",
         torch.int32,

@@ -16,6 +16,7 @@ from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract.state import ROLLBACKS
 from attn_testkit.steps.greedy_loop import Loop, loop_modes, make_loop, make_vocabulary
 from attn_testkit.steps.verify_loop import VerifyLoop, make_verify_loop, verify_loop_runs
 
@@ -156,10 +157,10 @@ def test_the_loop_of_target_verify_has_kv_groups_and_needs_decode_and_extend() -
 def test_loops_of_states_have_each_rollback_and_those_of_hybrids_each_kind() -> None:
     verify = ForwardMode.TARGET_VERIFY
     alone = loops(TorchNativeStateBackend.capabilities, verify)
-    assert [case.state.rollback for case in alone if case.state] == ["commit", "slots"]
+    assert [case.state.rollback for case in alone if case.state] == ["commit", "slots", "slots_in_decode"]
     hybrids = loops(TorchNativeHybridBackend.capabilities, verify)
     assert [case.heads.family for case in hybrids] == ["gdn", "kda", "mamba", "lightning"]
-    assert {case.state.rollback for case in hybrids if case.state} == {"commit", "slots"}
+    assert {case.state.rollback for case in hybrids if case.state} == set(ROLLBACKS)
     assert {(case.head_dim, case.state.k_dim) for case in [*alone, *hybrids] if case.state} == {(64, 64)}
 
 

@@ -19,6 +19,8 @@ EXTREME_DATA = (
 )
 """Patterns of extreme magnitudes, only for the cases of ``catalogue/extremes.py``: each shows only one kind of
 mistake."""
+HALFWAY = "halfway"
+"""Pattern of the cases of formats whose rule for quotients between two numbers is known."""
 CODES = "plus_minus_one"
 """Pattern of the cases that count keys: see ``catalogue/code_cases.py``."""
 EQUAL_LOGITS = ("mean", "negative")
@@ -26,7 +28,7 @@ EQUAL_LOGITS = ("mean", "negative")
 REVEALING = ("gauss", "shifted", "one_hot")
 """Patterns that show every wrong key, position and head, without being hard for a kernel. Replays have them in turn,
 and a pattern of large logits only if the case names it."""
-_ALL = (*DATA, *EXTREME_DATA, CODES, *STATE_DATA)
+_ALL = (*DATA, *EXTREME_DATA, HALFWAY, CODES, *STATE_DATA)
 
 COUNTED = "data that count keys"
 """Trait of cases whose output says how often each key was counted: keys have equal weights."""
@@ -94,6 +96,12 @@ DATA_PATTERN = Feature(
             "saturated",
             "Keys and values beyond what an FP8 pool holds: they must be cut to its largest number.",
             also=("values beyond FP8",),
+        ),
+        Entry(
+            HALFWAY,
+            "Keys and values whose quotients are exactly halfway between two FP8 numbers, in rows with scales: a store "
+            "must round to the even one.",
+            also=("ties of a format", "round to nearest even"),
         ),
         Entry(
             "large_and_small_values",

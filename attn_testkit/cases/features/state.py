@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...contract import BackendContext, Capabilities, ForwardMode
-from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
+from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, SLOTS_IN_DECODE, STATE_DTYPES, State
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..rows import Decode, Extend, Verify
@@ -48,6 +48,7 @@ _CONVENTIONS = {
     "source": "requests continue states of other slots",
     "kv": "states are [Hv, K, V]",
     "slots": "a slot for each node of a draft",
+    SLOTS_IN_DECODE: "a slot for each node of a draft, which a decode without a draft gets, too",
     "strided": "there are gaps between slots",
     "bigpool": "a pool of more than 2^31 elements",
 }
@@ -115,10 +116,11 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
     if not case.heads.layout.has_state:
         return {"state": None}
     data = case.data if case.data in STATE_DATA and not _without_data(case) else STATE_DATA[0]
+    verifies = case.tree is not None or case.by_slots
     shape = (
         case.state
         if declared.state is None
-        else nearest_state(declared.state, case.state, case.heads.family, verifies=case.tree is not None)
+        else nearest_state(declared.state, case.state, case.heads.family, verifies=verifies)
     )
     found: Changes = {"state": shape, "data": data}
     if case.tree is not None and _branches(case) and shape and not _goes_by_trees(
@@ -219,7 +221,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
         if branches and so_far["heads"].family not in state.trees:
             branches, changes = False, {"rows": Verify(chain(len(rows.tree)))}
         drawn["rollback"] = "commit" if branches else draws.one_of(_sorted(state, "rollback"))
-    each = draws.one_of([0, *sorted(state.snapshots)]) if drawn.get("rollback") != "slots" else 0
+    each = draws.one_of([0, *sorted(state.snapshots)]) if drawn.get("rollback") not in ROLLBACKS[1:] else 0
     strided, continues = state.strided and draws.one_of([False, True]), ""
     if isinstance(rows, Decode) or (isinstance(rows, Extend) and rows.chunks == 1):
         mode = ForwardMode.DECODE if isinstance(rows, Decode) else ForwardMode.EXTEND
@@ -273,7 +275,7 @@ STATE = Feature(
         ),
         Trait(
             "rollback of states by slots",
-            lambda case: case.by_slots,
+            lambda case: case.by_slots and (case.tree is not None or case.instance_of is None),
             excludes={
                 "no draft to verify": "only rejected nodes are rolled back",
                 "branching trees": "with a slot for each node a draft is a chain",

@@ -172,6 +172,8 @@ class StateStepData(StepData):
     """Tree of each request's rows, if it branches; empty if each row follows the row before it."""
     lists: _Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     """[B, N] with rollback ``slots``, else [B, 1]: slots of each request; ``slots`` are the first."""
+    nodes: int = 1
+    """Slots of each request's list in which a step stores states: N in target-verify with a slot for each node."""
     more_columns: int = 0
     """Columns of a window in memory that only drafts use: N - 1 in other modes of an instance with ``slots``."""
     taken: tuple[int, ...] = ()
@@ -221,7 +223,7 @@ def states_in(data: StepData) -> StateStepData | None:
 def slots_listed(case: Fields) -> int:
     """Slots of a request in a pool: one, or with rollback ``slots`` one for each node of a draft, in every mode."""
     case = case.instance_of or case
-    return case.width if shape_of(case).rollback == "slots" else 1
+    return case.width if shape_of(case).by_slots else 1
 
 
 def slots_per_row(case: Fields) -> int:
@@ -392,8 +394,9 @@ def _memory_of(
     """Slots of a step's requests: the slots of their states, and the contents afterwards."""
     case, shape = schedule.case, shape_of(schedule.case)
     table = state_table(schedule, step)[[request.pool_row for request in step.requests]].astype(np.int64)
-    by_slots = shape.rollback == "slots"
+    by_slots = shape.by_slots
     lists = table if by_slots else table[:, :1]
+    nodes = 1 if case.tree is None else lists.shape[1]
     if before is not None:
         taken = tuple(before.kept[place] for place in places) if by_slots else (1,) * step.bs
     else:
@@ -416,14 +419,14 @@ def _memory_of(
         ends = [
             End(int(slot), request, node + 1, node == 0)
             for request, own in enumerate(lists)
-            for node, slot in enumerate(own)
+            for node, slot in enumerate(own[:nodes])
         ]
     else:
         ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]
     ends += [End(slots[request], request, rows) for request, rows in enumerate(copies) if rows]
-    more_columns = slots_listed(case) - lists.shape[1] if shape.conv_width > 1 else 0
+    more_columns = slots_listed(case) - nodes if shape.conv_width > 1 else 0
     return {"slots": torch.from_numpy(lists[:, 0].copy()), "lists": lists, "taken": taken, "ends": tuple(ends),
-            "more_columns": more_columns,
+            "more_columns": more_columns, "nodes": nodes,
             "snapshot_rows": copies, "snapshot_slots": slots, "sources": sources}  # fmt: skip
 
 

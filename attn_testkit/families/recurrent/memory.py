@@ -51,7 +51,7 @@ def from_rows(rows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, to
     ``StateStepData.more_columns`` are left out: they may hold anything, because no step reads them.
     """
     channels, (heads, wide, keys) = data.windows.shape[2], data.states.shape[2:]
-    own = data.shape.window_columns(data.lists.shape[1])
+    own = data.shape.window_columns(data.nodes)
     width = own + data.more_columns
     count = rows.shape[:2]
     size = channels * width * data.windows.dtype.itemsize
@@ -110,7 +110,7 @@ def _image(
     while chain[0].before is not None:
         chain.insert(0, chain[0].before)
     slots, rows = _held(schedule, step, chain[0], after=False, unowned=unowned)
-    columns = chain[0].shape.window_columns(chain[0].lists.shape[1]) + chain[0].more_columns
+    columns = chain[0].shape.window_columns(chain[0].nodes) + chain[0].more_columns
     window = torch.empty(1, 1, chain[0].windows.shape[2], columns, dtype=chain[0].windows.dtype)
     state = torch.empty(1, 1, *chain[0].states.shape[2:], dtype=chain[0].states.dtype)
     fill_with_signaling_nan(window, state)

@@ -345,7 +345,7 @@ def _window_behind(data: StateStepData, request: int, rows: int) -> torch.Tensor
 
 def _windows(data: StateStepData) -> torch.Tensor:
     """[L, E, C, columns]: the window of each end, as in memory."""
-    before, nodes = start_of(data).windows, data.lists.shape[1]
+    before, nodes = start_of(data).windows, data.nodes
     columns = data.shape.window_columns(nodes)
     found = torch.empty(len(before), len(data.ends), before.shape[2], columns, dtype=before.dtype)
     fill_with_signaling_nan(found)

@@ -1,17 +1,23 @@
-"""Selections, weights of an indexer and slots of states as columns of wider buffers, which servers keep.
+"""Request tables, spans, selections, weights of an indexer and slots of states as columns of wider buffers, which
+servers keep.
 
-The first column of a block table is the slot of a state in vLLM, and its rows are as long as a request may have blocks.
+A block table has as many columns as a batch needs, of a buffer for the longest request; in vLLM its first column is the
+slot of a state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....contract import Capabilities
+from ....contract import Capabilities, ForwardMode
 from ...fields import C, Fields
+from ...rows import Extend, room_for
+from ...spans import SpanShape
 from .variant import ServerVariant
 
 _LENS = (9, 70, 1)
+_NEW = (20, 7, 12)
+"""New tokens of prompts with spans."""
 _COLUMNS = 3
 
 
@@ -21,18 +27,25 @@ def columns_behind(case: Fields) -> int:
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
-    return declared.server.takes_column_views and (case.selection is not None or case.state is not None)
+    return declared.server.takes_column_views
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    if declared.server.takes_column_views and declared.sparse is not None:
-        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({WIDER_BUFFERS.word}))
+    # ``catalogue/state_cases.py`` makes those of layers that keep a state.
+    if not declared.server.takes_column_views or declared.state is not None:
+        return
+    wider = small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({WIDER_BUFFERS.word}))
+    yield wider
+    if small.mode in declared.spans.modes:
+        new = tuple(min(count, declared.bounds.max_extend_tokens) for count in _NEW)
+        rows = Extend(new, room_for(new)) if small.mode is ForwardMode.EXTEND else small.rows
+        yield wider.of_requests(_LENS, padded=1, rows=rows, spans=SpanShape())
 
 
 WIDER_BUFFERS = ServerVariant(
     "wider_buffers",
-    "selected keys, weights of an indexer and slots of states are columns of wider buffers, with other contents "
-    "after them",
+    "request tables, spans, selected keys, weights of an indexer and slots of states are columns of wider buffers, "
+    "with other contents after them",
     "server.takes_column_views",
     _cases,
     _fits,

@@ -9,11 +9,17 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, 
 from .catalogue import control
 from .dense import Visibility
 from .e_spans import CAUSAL, CopiedSpans, SpanBackend
+from .i_wider_tables import TablesOfViews
 
 
 @control()
 class SpansAsRangesOfRequests(SpanBackend):
     """Ranges [requests, most ranges, 2] that the kernel compares with each row and key (vLLM's Triton kernel)."""
+
+
+@control()
+class SpansOfColumns(TablesOfViews):
+    """Request tables and ranges that are columns of buffers which the server keeps for the longest request."""
 
 
 @control()

@@ -16,7 +16,7 @@ from .r_gates import ChunksParent, RoundedProductsParent
 from .r_states import StatesOfViews
 from .states import StateParent
 from .states_in_trees import TreesParent
-from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
+from .states_of_servers import SlotsInDecodeParent, SlotsParent, SnapshotsParent, SourcesParent
 
 
 @control("states")
@@ -57,6 +57,11 @@ class StatesOfNarrowHeads(StateParent):
 @control()
 class StatesBySlots(SlotsParent):
     """vLLM's rollback: a slot for each node of a draft, read by the accepted count of the step before."""
+
+
+@control()
+class StatesBySlotsInDecodeToo(SlotsInDecodeParent):
+    """vLLM's rollback of Mamba2: a decode without a draft gets the slots and the accepted count of the last draft."""
 
 
 @control()

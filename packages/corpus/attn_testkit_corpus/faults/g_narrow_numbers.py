@@ -31,6 +31,18 @@ class Fp8StoreDoesNotSaturate(PlannedBackend):
             buffer.view(torch.uint8)[meta.slots] = stored
 
 
+@fault("general (half is added before a store truncates)", "writes-own-kv", "one step from the right")
+class Fp8StoreRoundsHalfAwayFromZero(PlannedBackend):
+    """Keys halfway between two FP8 numbers are stored as the larger one. One of 16 bf16 numbers is halfway."""
+
+    capabilities = FP8
+
+    @override
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        # Between two bf16 numbers: only what is exactly halfway moves.
+        super().write_kv(layer, k.float() * (1 + 2.0**-12), v, meta)
+
+
 @fault("general", "matches-oracle", "matmul_dtype")
 class Fp8QueriesNotDeclared(DenseBackend):
     """Queries are rounded to FP8 with an FP8 pool, although matmul_dtype declares the model's dtype."""

@@ -286,3 +286,32 @@ class RowScaleOfZeros(RowFormatsBackend):
             codes = (rows.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
             planes["numbers"].view(torch.uint8).index_put_(at, codes.view(torch.uint8))
             planes["scales"].index_put_(at, scale)
+
+
+@fault(
+    "general (half is added before a store truncates)",
+    "writes-own-kv",
+    "one step from the right",
+    modes="decode extend",
+)
+class RowsRoundedHalfAwayFromZero(RowFormatsBackend):
+    """Quotients halfway between two FP8 numbers are rounded away from zero, and all others to the nearest number."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        eager={"decode", "extend"},
+        graph={"decode", "extend"},
+        kv_pool={"kv_dtypes": {"fp8_per_token_head", "fp8_per_head"}},
+    )
+    JUST_ABOVE = 1 + 2.0**-15
+
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(layer, k, v, meta)
+        at, scales = self.at(meta.slots.long()), (layer.k_head_scales, layer.v_head_scales)
+        for rows, planes, by_head in zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), scales, strict=True):
+            if "scales" in planes:
+                by = planes["scales"][at]
+            else:
+                assert by_head is not None
+                by = by_head[:, None]
+            codes = (rows.float() / by * self.JUST_ABOVE).clamp(-448, 448).to(torch.float8_e4m3fn)
+            planes["numbers"].view(torch.uint8).index_put_(at, codes.view(torch.uint8))

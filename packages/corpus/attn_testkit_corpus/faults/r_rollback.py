@@ -8,7 +8,7 @@ from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, Sta
 
 from .catalogue import fault
 from .states import StateParent
-from .states_of_servers import SlotsParent, SnapshotsParent
+from .states_of_servers import SlotsInDecodeParent, SlotsParent, SnapshotsParent
 
 
 @fault("general (vLLM num_accepted_tokens)", "reads-own-state matches-oracle finite", modes="target-verify")
@@ -98,6 +98,47 @@ class FirstColumnOfSlotsReadAsContiguous(SlotsParent):
             return super().slots(batch)
         bs = batch.batch_size
         return table[batch.req_pool_indices[:bs].long()].reshape(-1)[:bs].long()
+
+
+@fault(
+    "vLLM #52942 (the accepted state stays in a later slot when a decode without a draft follows)",
+    "lossless reads-own-state output-written matches-oracle finite",
+    "accepted tokens were not applied",
+    modes="target-verify",
+)
+class DecodeAfterADraftReadsTheFirstSlot(SlotsInDecodeParent):
+    """A decode without a draft reads the first slot of a request, although the last draft ended in another."""
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        self.after_draft = self.verifies
+
+
+@fault(
+    "general (vLLM causal_conv1d_update, conv_state_token_offset)",
+    "lossless reads-own-state output-written matches-oracle finite conv-window-exact",
+    "window continues from after node",
+    modes="target-verify",
+)
+class WindowOfADecodeBeginsAtColumnZero(SlotsInDecodeParent):
+    """A decode after a draft reads the state of the last accepted node, but the window from column 0 on."""
+
+    def first_column(self, taken: torch.Tensor) -> torch.Tensor:
+        return taken if self.verifies else torch.zeros_like(taken)
+
+
+@fault(
+    "general (vLLM selective_state_update, one index for reading and writing)",
+    "lossless writes-own-state state-matches-oracle state-counts-tokens",
+    modes="target-verify",
+)
+class DecodeStoresWhereItRead(SlotsInDecodeParent):
+    """A decode after a draft stores its state in the slot of the last accepted node, which it read."""
+
+    def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
+        if self.after_draft and not self.verifies and rows.dim() == 4:
+            index = self.lists.gather(1, self.taken[:, None])[:, 0]
+        super().store(pool, rows, index)
 
 
 @fault(

@@ -479,16 +479,47 @@ class IndexerBinOf4096(IndexerKeeps1024Ties):
         return IndexerParent.best(self, kept, lengths, topk)
 
 
+_NARROW = 64
+"""Widest selection of a kernel for narrow selections."""
+_NARROW_AND_WIDER = IndexerParent.capabilities.with_changes(
+    eager={"decode", "extend"},
+    graph={"decode", "extend"},
+    sparse=Sparse(topk={_NARROW, 128}, indexer=Indexer(heads={4})),
+)
+
+
 @fault(
     "vLLM #52149; sglang #36807 (both of wide selections; here of a narrow one)",
     _BEST,
     "late ones of one bin",
-    modes="decode",
+    modes="decode extend",
 )
 class IndexerBinOfNarrowSelections(IndexerBinOf4096):
-    """A top-k of 128 or less has its own kernel, whose bin of the threshold keeps its first 16,384 keys."""
+    """A top-k of 64 or less has its own kernel, whose bin of the threshold keeps its first 16,384 keys."""
 
-    capabilities = IndexerParent.capabilities.with_changes(
-        eager={"decode"}, graph={"decode"}, sparse=Sparse(topk={128}, indexer=Indexer(heads={4}))
-    )
+    capabilities = _NARROW_AND_WIDER
     KEPT = 16_384
+
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        right = IndexerParent.best(self, scores, lengths, topk)
+        return super().best(scores, lengths, topk) if topk <= _NARROW else right
+
+
+@fault("sglang #30645 (of a wide selection; here of a narrow one)", _FORM, modes="decode extend")
+class IndexerTiesOfNarrowSelections(IndexerParent):
+    """A top-k of 64 or less has its own kernel, which selects none of the keys that tie at the threshold if there are
+    more than 4,096.
+    """
+
+    capabilities = _NARROW_AND_WIDER
+    KEPT = 4096
+
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        found = super().best(scores, lengths, topk)
+        if topk > _NARROW or scores.shape[1] <= topk:
+            return found
+        of_found = scores.gather(1, found.clamp(min=0)).masked_fill(found < 0, torch.inf)
+        last = of_found.amin(1, keepdim=True)
+        seen = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
+        many = ((scores == last) & seen).sum(1, keepdim=True) > self.KEPT
+        return found.masked_fill((of_found == last) & many, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -15,8 +16,7 @@ from .sparse import SparseParent
 
 def as_contiguous(rows: torch.Tensor) -> torch.Tensor:
     """Elements that a kernel reads if it finds a row by its number times the number of columns."""
-    columns = rows.shape[1] if rows.dim() > 1 else 1
-    stride = (columns, 1) if rows.dim() > 1 else (1,)
+    stride = [math.prod(rows.shape[place + 1 :]) for place in range(rows.dim())]
     return rows.as_strided(rows.shape, stride, rows.storage_offset())
 
 

@@ -23,6 +23,8 @@ class SlotsParent(StateParent):
     """[bs, N] int64: slots of each request."""
     taken: torch.Tensor
     """[bs] int64: place in its list of the slot that holds the state before the step, from 0 on."""
+    after_draft = False
+    """True if the step continues what the last draft left: a verify, or a decode that gets the accepted counts."""
 
     @override
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -42,6 +44,7 @@ class SlotsParent(StateParent):
         super().init_forward_metadata_in_graph(batch)
         assert batch.state is not None
         self.lists = self.listed(batch).clamp(min=0).long()
+        self.after_draft = batch.state.num_accepted is not None
         if batch.state.num_accepted is not None:
             self.taken = self.last_accepted(batch.state.num_accepted)
 
@@ -67,9 +70,9 @@ class SlotsParent(StateParent):
 
     @override
     def before(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.verifies:
+        if not self.after_draft:
             return super().before(layer)
-        conv, temporal = self.pools(layer)
+        conv, temporal = super().pools(layer)
         state = temporal[self.lists.gather(1, self.taken[:, None])[:, 0]]
         columns = self.first_column(self.taken)[:, None] + torch.arange(layer.conv_width - 1, device=conv.device)
         held = conv[self.index]
@@ -85,6 +88,14 @@ class SlotsParent(StateParent):
     def slot_of(self, token: int) -> torch.Tensor:
         """[bs] int64: slot of node ``token`` of each draft."""
         return self.lists[:, token]
+
+
+class SlotsInDecodeParent(SlotsParent):
+    """A right backend whose decodes without a draft get the slots and the accepted counts of the last draft, too."""
+
+    capabilities = SlotsParent.capabilities.with_changes(
+        state=replace(StateParent.declared_state(), rollback={"slots_in_decode"}, padding={"skip_zero"}),
+    )
 
 
 class SnapshotsParent(StateParent):

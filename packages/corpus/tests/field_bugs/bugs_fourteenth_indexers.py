@@ -111,7 +111,7 @@ class KeysOfTheChunk(OfMode):
     "sglang #37625, vllm #55314",
     "decode-mqa4-d64-bf16-p16-k40000-contiguous-gauss-sel16-idx4ties-b1prod",
     "selects-best",
-    of_a_tier="decode-mqa4-d64-bf16-p16-k66000-shared-one_hot-sel16-idx4ties-b1prod",
+    of_a_tier="decode-mqa4-d64-bf16-p16-k66000.70-shuffled-gauss-sel16-idx4ties-layers1from0-b2prod",
 )
 class BinOf4096(IndexerParent):
     """Candidates of the threshold's bin, the upper 8 bits of a score, are dropped from the 4096th on."""

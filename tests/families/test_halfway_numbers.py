@@ -1,0 +1,94 @@
+"""Quotients exactly between two numbers of a format, of which a store must take the even one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from in_process import check_backend
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.features.data_pattern import HALFWAY
+from attn_testkit.catalogue.tiers import generate
+from attn_testkit.contract import ROW_FORMATS, ForwardMode
+from attn_testkit.contract.row_format import PackedRows, in_tiles
+from attn_testkit.families.by_layer import layers as layers_of
+from attn_testkit.steps.packed_rows import with_halfway_numbers
+from attn_testkit_corpus.faults.catalogue import entry_of
+
+WITH_RULE = sorted(name for name, each in ROW_FORMATS.items() if each.rounds_halfway)
+STORED = "decode-gqa8x2-d64-bf16-p1-k2x2-shuffled-halfway-kvfp8pertokenhead-b2prod"
+BY_HEAD = "extend-gqa8x2-d64-bf16-p1-k2x2-n2a2x2-shuffled-halfway-kvfp8perhead-b2prod"
+E4M3 = torch.float8_e4m3fn
+
+
+def rows_of(name: str) -> tuple[PackedRows, torch.Tensor]:
+    """Rows of a format, and halfway keys [32, width] in bf16."""
+    heads = "mla4-d256r64" if ROW_FORMATS[name].latent else "gqa8x2-d64"
+    word = name.replace("_", "")
+    selects = "-sel16" if ROW_FORMATS[name].latent else ""
+    case = parse_case(f"decode-{heads}-bf16-p16-k17.32-shuffled-halfway-kv{word}{selects}-b2prod")
+    packed = ROW_FORMATS[name].of(layers_of(case)[0])
+    keys = torch.randn(32, packed.width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    return packed, with_halfway_numbers(packed, keys)
+
+
+def test_formats_of_fp8_have_a_rule_and_those_whose_stores_differ_have_none() -> None:
+    assert WITH_RULE == ["fp8_ds_mla", "fp8_ds_mla_pow2", "fp8_per_head", "fp8_per_token_head"]
+
+
+@pytest.mark.parametrize("name", WITH_RULE)
+def test_each_quotient_is_exactly_between_two_numbers_and_packed_as_the_even_one(name: str) -> None:
+    packed, keys = rows_of(name)
+    plane = packed.format.planes[0]
+    scales = packed.scales_of(plane)
+    unit = 2.0**-8 if scales else 1.0
+    if scales:
+        assert (packed.scales(scales, keys) == unit).all()
+        assert (packed.exact_scales(scales, keys) * (1 / unit) <= 1).all()
+    quotients = in_tiles(keys[..., packed.part(plane)].float(), scales.tile if scales else 0) / unit
+    quotients = (quotients[..., :-1] if scales else quotients).abs()
+    stored = quotients.to(E4M3)
+    codes = stored.view(torch.uint8)
+    assert (codes % 2 == 0).all()
+    up = (stored.float() > quotients).float().mean()
+    assert 0.3 < up < 0.7, "truncation and rounding away from zero both differ"
+    near = torch.where(stored.float() > quotients, codes - 1, codes + 1).view(E4M3).float()
+    assert torch.equal((near + stored.float()) / 2, quotients)
+    assert quotients.min() == 2.0**-10 if scales else quotients.min() < 2.0**-8, "subnormal numbers are among them"
+
+
+@pytest.mark.parametrize("name", WITH_RULE)
+def test_scales_and_quotients_are_the_same_by_division_and_by_reciprocals(name: str) -> None:
+    packed, keys = rows_of(name)
+    scales = packed.scales_of(packed.format.planes[0])
+    if scales is None:
+        return
+    tiles = in_tiles(keys[..., packed.part(scales)].float(), scales.tile)
+    largest = tiles.abs().amax(-1, keepdim=True)
+    if scales.rule == "amax":
+        assert torch.equal(largest / 448, largest * (1 / 448))
+    scale = packed.scales(scales, keys)[..., None]
+    assert torch.equal(tiles / scale, tiles * (1 / scale))
+
+
+@pytest.mark.parametrize("case", [STORED, BY_HEAD])
+def test_half_away_from_zero_fails_with_halfway_numbers_and_passes_others(case: str) -> None:
+    fault = entry_of("rows-rounded-half-away-from-zero").backend
+    found = check_backend(fault, cases=[case], device="cpu", diagnose="none")
+    assert {finding.check for each in found if each.case == case for finding in each.findings} >= {"writes-own-kv"}
+    assert not check_backend(fault, cases=[case.replace(HALFWAY, "gauss")], device="cpu", diagnose="none").failures
+    assert not check_backend(entry_of("row-formats").backend, cases=[case], device="cpu", diagnose="none").failures
+
+
+def test_a_store_by_reciprocals_rounds_to_even_too() -> None:
+    good = entry_of("row-formats-stored-by-reciprocals").backend
+    assert not check_backend(good, cases=[STORED], device="cpu", diagnose="none").failures
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode))
+def test_core_of_decode_and_extend_has_a_case_of_each_declared_format_with_a_rule(mode: ForwardMode) -> None:
+    found = [
+        case for case in generate(entry_of("row-formats").backend.capabilities, mode, "core") if case.data == HALFWAY
+    ]
+    stores = mode in (ForwardMode.DECODE, ForwardMode.EXTEND)
+    assert [case.kv_dtype for case in found] == (["fp8_per_head", "fp8_per_token_head"] if stores else [])
