@@ -171,7 +171,21 @@ def replacements(module: Any, twins: Twins) -> list[Replacement]:
     return [
         (function, "__call__", _nested_call_of(module, triton_speed.nested_call_of(module), twins)),
         (reductions, "apply", _apply_of(module, reductions.apply)),
+        (reductions, "to_tensor", _narrowed_of(module)),
     ]
+
+
+def _narrowed_of(module: Any) -> Callable[..., Any]:
+    """The result of a reduction as a tensor. Before Triton 3.9 a number that its type does not hold was an error; on a
+    device, and in later releases, it wraps around."""
+    core, handle = module.tl.core, module.TensorHandle
+
+    def to_tensor(self: Any, ret: Any, dtype: Any) -> Any:
+        block = bool(getattr(ret, "shape", ()))
+        data = (ret if block else np.array([ret])).astype(module._get_np_dtype(dtype))
+        return core.tensor(handle(data, dtype.scalar), core.block_type(dtype, list(data.shape)) if block else dtype)
+
+    return to_tensor
 
 
 def _nested_call_of(module: Any, stock: Callable[..., Any], twins: Twins) -> Callable[..., Any]:
