@@ -27,7 +27,6 @@ from cuda_on_cpu.private import disable_functions, is_gone, weak_reference
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, PINNED
 from cuda_on_cpu.triton_addresses import contents
-from cuda_on_cpu.triton_lanes import Block
 from cuda_on_cpu.triton_races import Races, Used, acquiring, semantics_of
 
 Array = npt.NDArray[Any]
@@ -172,7 +171,7 @@ def look_at_load(
     inside = _look(parts, size, base, "load", "read")
     races = _races()
     if inside is not None and races is not None:
-        block = None if shape is None else Block(parts, shape, where)
+        block = None if shape is None else (parts, shape, where)
         races.read(parts, size, *inside, orders=volatile, block=block)
 
 
@@ -200,7 +199,7 @@ def look_at_store(
     if written is not None:
         addresses = np.broadcast_to(addresses, written.shape)
         changed = _differs(contents(addresses, size), written)
-    block = None if shape is None or written is None else Block(parts, shape, where)
+    block = None if shape is None or written is None else (parts, shape, where)
     races.write(addresses, size, *inside, changed, block)
 
 
@@ -386,9 +385,9 @@ def barriers_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def threads_meet() -> None:
     """The threads of the program that runs wait for each other."""
-    races = _races()
-    if races is not None:
-        races.threads_meet()
+    launch = _local.launch
+    if launch is not None and launch.races is not None:
+        launch.races.threads_meet()
 
 
 def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:

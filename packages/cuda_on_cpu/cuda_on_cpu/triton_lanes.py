@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,37 +31,11 @@ def exchanges(name: object) -> bool:
     return isinstance(name, tuple) or name in _EXCHANGES
 
 
-class Block(NamedTuple):
-    """An access of a program: every sum of one element of each of ``parts``, where the mask is on."""
-
-    parts: Sequence[Array]
-    shape: tuple[int, ...]
-    """Shape of the block, masked elements included."""
-    where: Any
-    """Index of the elements whose mask is on."""
-
-
-class _Access(NamedTuple):
-    block: Block
-    size: int
-    first: int
-    end: int
-    writes: bool
-    changed: Array | None
-    """True for elements that a store changes."""
-
-    @property
-    def shape(self) -> list[int]:
-        """Shape of the block without axes of length 1."""
-        return [n for n in self.block.shape if n != 1]
-
-    def places(self) -> tuple[Array, Array]:
-        """Addresses, and for each the number of its element in the block. Of a store those that it changes."""
-        lanes = np.arange(math.prod(self.block.shape)).reshape(self.block.shape)[self.block.where]
-        addresses = np.broadcast_to(functools.reduce(np.add, self.block.parts), lanes.shape)
-        if self.changed is None:
-            return addresses.reshape(-1), lanes.reshape(-1)
-        return addresses[self.changed], lanes[self.changed]
+Block = tuple[Sequence[Array], tuple[int, ...], Any]
+"""An access of a program: every sum of one element of each of some arrays; the shape of the block, masked elements
+included; and the index of the elements whose mask is on."""
+_Access = tuple[Block, int, int, int, Array | None]
+"""A block, bytes of an element, first address, the address after the last; of a store True for what it changes."""
 
 
 class Lanes:
@@ -78,36 +52,38 @@ class Lanes:
 
     def load(self, memory: int, block: Block, size: int, first: int, end: int) -> int | None:
         """Note a load. Returns an address that another thread stores to, with no barrier between; or None."""
-        access = _Access(block, size, first, end, False, None)
-        found = None
-        if memory in self._stores:
-            found = _first_conflict(self._stores[memory], access)
-        if block.shape:  # a number is loaded by every thread, and used by the one that has loaded it
-            _append(self._loads.setdefault(memory, []), access)
-        return found
+        access: _Access = (block, size, first, end, None)
+        if block[1]:  # a number is loaded by every thread, and used by the one that has loaded it
+            _append(self._loads, memory, access)
+        return _first_conflict(self._stores[memory], access) if memory in self._stores else None
 
     def store(
         self, memory: int, block: Block, size: int, first: int, end: int, changed: Array
     ) -> tuple[int, str] | None:
         """Note a store. Returns an address that another thread uses, with no barrier between, and how; or None."""
-        access = _Access(block, size, first, end, True, changed)
+        access: _Access = (block, size, first, end, changed)
         for does, others in (("loads from", self._loads), ("stores to", self._stores)):
             found = _first_conflict(others[memory], access) if memory in others else None
             if found is not None:
                 return found, does
-        _append(self._stores.setdefault(memory, []), access)
+        _append(self._stores, memory, access)
         return None
 
 
-def _append(accesses: list[_Access], access: _Access) -> None:
+def _append(known: dict[int, list[_Access]], memory: int, access: _Access) -> None:
+    accesses = known.get(memory)
+    if accesses is None:
+        known[memory] = [access]
+        return
     if len(accesses) >= _MOST_ACCESSES:
         del accesses[0]
     accesses.append(access)
 
 
 def _first_conflict(earlier: Sequence[_Access], access: _Access) -> int | None:
+    _, size, first, end, _ = access
     for other in earlier:
-        if other.first < access.end and access.first < other.end and other.size == access.size:
+        if other[2] < end and first < other[3] and other[1] == size:
             found = _conflict(other, access)
             if found is not None:
                 return found
@@ -116,15 +92,27 @@ def _first_conflict(earlier: Sequence[_Access], access: _Access) -> int | None:
 
 def _conflict(one: _Access, two: _Access) -> int | None:
     """An address that two threads use: elements of different blocks, or different elements of blocks of one shape."""
-    if max(math.prod(one.block.shape), math.prod(two.block.shape)) <= _WARP:
+    (_, shape, _), (_, other_shape, _) = one[0], two[0]
+    if max(math.prod(shape), math.prod(other_shape)) <= _WARP:
         return None
-    (old, old_lanes), (new, new_lanes) = one.places(), two.places()
+    alike = [n for n in shape if n != 1] == [n for n in other_shape if n != 1]
+    (old, old_lanes), (new, new_lanes) = _places(one), _places(two)
     if not old.size or not new.size:
         return None
     order = np.lexsort((old_lanes, old))
     old, old_lanes = old[order], old_lanes[order]
     left, right = np.searchsorted(old, new, "left"), np.searchsorted(old, new, "right") - 1
     meets = right >= left
-    if one.shape == two.shape:
+    if alike:
         meets &= (old_lanes[np.minimum(left, old.size - 1)] != new_lanes) | (old_lanes[right] != new_lanes)
     return int(new[meets][0]) if meets.any() else None
+
+
+def _places(access: _Access) -> tuple[Array, Array]:
+    """Addresses, and for each the number of its element in the block. Of a store those that it changes."""
+    (parts, shape, where), _, _, _, changed = access
+    lanes = np.arange(math.prod(shape)).reshape(shape)[where]
+    addresses = np.broadcast_to(functools.reduce(np.add, parts), lanes.shape)
+    if changed is None:
+        return addresses.reshape(-1), lanes.reshape(-1)
+    return addresses[changed], lanes[changed]

@@ -15,6 +15,7 @@ from cuda_on_cpu import session, triton_speed
 from cuda_on_cpu.triton_bounds import LETS_NEXT_BEGIN, WAITS, threads_meet
 from cuda_on_cpu.triton_names import Twins, as_int, language_range_of, recorder_of
 from cuda_on_cpu.triton_paths import Kind
+from cuda_on_cpu.triton_quick import shorter_reduction
 from cuda_on_cpu.triton_record import Traced, Untraceable
 from cuda_on_cpu.triton_signatures import complaint, stock_of
 
@@ -29,6 +30,10 @@ _COMBINATIONS = (
     "_argmin_combine_tie_break_left",
     "_argmin_combine_tie_break_fast",
 )
+
+
+_OF_NUMPY = {"_sum_combine": np.add, "_elementwise_max": np.fmax, "_elementwise_min": np.fmin}
+"""Reductions that NumPy does with one call."""
 
 
 @contextlib.contextmanager
@@ -166,7 +171,21 @@ def replacements(module: Any, twins: Twins) -> list[Replacement]:
     return [
         (function, "__call__", _nested_call_of(module, triton_speed.nested_call_of(module), twins)),
         (reductions, "apply", _apply_of(module, reductions.apply)),
+        (reductions, "to_tensor", _narrowed_of(module)),
     ]
+
+
+def _narrowed_of(module: Any) -> Callable[..., Any]:
+    """The result of a reduction as a tensor. Before Triton 3.9 a number that its type does not hold was an error; on a
+    device, and in later releases, it wraps around."""
+    core, handle = module.tl.core, module.TensorHandle
+
+    def to_tensor(self: Any, ret: Any, dtype: Any) -> Any:
+        block = bool(getattr(ret, "shape", ()))
+        data = (ret if block else np.array([ret])).astype(module._get_np_dtype(dtype))
+        return core.tensor(handle(data, dtype.scalar), core.block_type(dtype, list(data.shape)) if block else dtype)
+
+    return to_tensor
 
 
 def _nested_call_of(module: Any, stock: Callable[..., Any], twins: Twins) -> Callable[..., Any]:
@@ -187,6 +206,7 @@ def _nested_call_of(module: Any, stock: Callable[..., Any], twins: Twins) -> Cal
 def _apply_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     core, standard = module.tl.core, module.tl.standard
     known = [getattr(standard, name, None) for name in _COMBINATIONS]
+    of_numpy = {id(getattr(standard, name, None)): ufunc for name, ufunc in _OF_NUMPY.items()}
 
     def apply(self: Any, input: Any) -> Any:
         recorder = recorder_of(module)
@@ -200,6 +220,10 @@ def _apply_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         def run(*handles: Any) -> Any:
             return stock(self, tuple(core.tensor(*pair) for pair in zip(handles, kinds, strict=True)))
 
+        ufunc = of_numpy.get(id(self.combine_fn)) if type(self) is module.ReduceOps else None
+        if ufunc is not None and len(input) == 1:
+            one = recorder.value(recorder.slot(input[0].handle))
+            run = shorter_reduction(module.TensorHandle, ufunc, self.axis, self.keep_dims, one, run(one)) or run
         options = [(key, value) for key, value in vars(self).items() if key != "combine_fn"]
         name = (type(self).__name__, self.combine_fn.fn.__name__, *options, *map(str, kinds))
         slot = recorder.note(name, Kind.PURE, run, *[tensor.handle for tensor in input])

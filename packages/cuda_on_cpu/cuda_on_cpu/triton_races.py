@@ -228,7 +228,8 @@ class Races:
             found = self._lanes.load(memory.start, block, size, first, end)
             if found is not None:
                 self._refuse_lanes(memory, size, found, "load", "stores to")
-        self._check_wait(memory, _addresses, parts, size, "load")
+        if self._before_wait is not None and not self.waited:
+            self._check_wait(memory, _addresses(parts), size, "load")
         if orders:
             self._wait(memory, _addresses(parts), size)
         elif memory.shadows or memory.logged > _MOST_LOGGED:
@@ -251,7 +252,8 @@ class Races:
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is None or places is None:
             return
-        self._check_wait(memory, np.asarray, addresses, size, "store")
+        if self._before_wait is not None and not self.waited:
+            self._check_wait(memory, addresses, size, "store")
         self._enter_log(memory)
         shadow, now = memory.shadow(size), self._epoch
         kept = self._kept(addresses)
@@ -274,7 +276,8 @@ class Races:
         memory = self._memory(int(addresses.min()), int(addresses.max()) + size)
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is not None and places is not None:
-            self._check_wait(memory, np.asarray, addresses, size, "atomic operation")
+            if self._before_wait is not None and not self.waited:
+                self._check_wait(memory, addresses, size, "atomic operation")
             self._enter_log(memory)
             shadow, now = memory.shadow(size), self._epoch
             writer, adder = shadow.writer[places], shadow.adder[places]
@@ -407,12 +410,9 @@ class Races:
         if not self.has_let_next_begin:
             self.used.earlier = None
 
-    def _check_wait(self, memory: _Memory, all_of: Callable[[Any], Array], parts: Any, size: int, does: str) -> None:
+    def _check_wait(self, memory: _Memory, addresses: Array, size: int, does: str) -> None:
         """Raise for memory of a kernel that may still run, because the program has not waited for it."""
-        before = None if self.waited else self._before_wait
-        if before is None:
-            return
-        addresses = all_of(parts)
+        before = self._before_wait
         kept = self._kept(addresses)
         addresses = addresses if kept is None else addresses[kept]
         if not addresses.size:

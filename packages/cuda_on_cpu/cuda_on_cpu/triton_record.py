@@ -103,9 +103,10 @@ class Recorder:
     def _loaded_by(self, name: object, kind: Kind, slots: tuple[int, ...]) -> None:
         """Note a result that depends on a load, before it gets its number, and a call in which threads meet."""
         from_load = kind is Kind.EFFECT or not self._loaded.isdisjoint(slots)
-        if kind is Kind.EFFECT:
+        meets = exchanges(name) or (name == "create_expand_dims" and from_load)
+        if kind is Kind.EFFECT and not meets:
             self._have_met = False
-        elif not self._have_met and (exchanges(name) or (name == "create_expand_dims" and from_load)):
+        elif meets and not self._have_met:
             if self._repeated >= self._to_repeat:  # those before were noted when the effects happened
                 threads_meet()
             self._add(Call("threads meet", (), Kind.ORDER, threads_meet, None))
@@ -320,19 +321,16 @@ class Repeater:
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._builder, name)
-        if callable(member) and (exchanges(name) or name == "create_expand_dims"):
-            return self._after_meeting(member)
-        if not callable(member) or _kind(name) is not Kind.EFFECT:
+        if not callable(member):
+            return member
+        meets, is_effect = exchanges(name) or name == "create_expand_dims", _kind(name) is Kind.EFFECT
+        if not (meets or is_effect):
             return member
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return repeated(name, self._effects.pop()) if self._effects else member(*args, **kwargs)
-
-        return call
-
-    def _after_meeting(self, member: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._effects:
+            if self._effects:
+                return repeated(name, self._effects.pop()) if is_effect else member(*args, **kwargs)
+            if meets:
                 threads_meet()
             return member(*args, **kwargs)
 

@@ -344,3 +344,19 @@ def copy_from(table, out, place, ROWS: tl.constexpr):
     else:
         row = tl.arange(0, ROWS)
         tl.store(out + row, tl.load(at + row))
+
+
+@triton.jit
+def reduced(x, rows, columns, whole, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums, maxima and minima of one block of each program, along each axis and of all its elements."""
+    program, r, c = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    block = tl.load(x + (program * ROWS + r[:, None]) * COLUMNS + c[None, :])
+    tl.store(rows + (program * 3 + 0) * ROWS + r, tl.sum(block, 1))
+    tl.store(rows + (program * 3 + 1) * ROWS + r, tl.max(block, 1))
+    tl.store(rows + (program * 3 + 2) * ROWS + r, tl.min(block, 1))
+    tl.store(columns + (program * 3 + 0) * COLUMNS + c[None, :], tl.sum(block, 0, keep_dims=True))
+    tl.store(columns + (program * 3 + 1) * COLUMNS + c[None, :], tl.max(block, 0, keep_dims=True))
+    tl.store(columns + (program * 3 + 2) * COLUMNS + c, tl.min(block, 0))
+    tl.store(whole + program * 3 + 0, tl.sum(block))
+    tl.store(whole + program * 3 + 1, tl.max(block))
+    tl.store(whole + program * 3 + 2, tl.min(block))

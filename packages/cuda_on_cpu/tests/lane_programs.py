@@ -135,6 +135,19 @@ def slots_moved(pool, source, target, barrier: tl.constexpr, R: tl.constexpr, N:
     tl.store(pool + to + n[None, :], rows)
 
 
+@triton.jit
+def gathered_between(x, buffer, out, gathers: tl.constexpr, shows: tl.constexpr, N: tl.constexpr):
+    """A tile is read backwards. ``gathers``: its elements are exchanged in between. ``shows``: Python prints."""
+    n = tl.arange(0, N)
+    value = tl.load(x + n)
+    tl.store(buffer + n, value)
+    if gathers:
+        value = tl.gather(value, N - 1 - n, 0)
+    if shows:
+        tl.static_print("between")
+    tl.store(out + n, value + tl.load(buffer + N - 1 - n))
+
+
 @dataclass(frozen=True)
 class Pair:
     """A right launch and a wrong one of a kernel. ``arguments`` are made anew for each."""
@@ -216,6 +229,22 @@ PAIRS = (
         lambda: (some(16, 16), some(16, 16) * 0, some(16, 16), 0),
         "stores to with no barrier",
         N16,
+    ),
+    Pair(
+        "elements that are exchanged in between",
+        gathered_between,
+        lambda: (some(128), some(128) * 0, some(128), True, False),
+        lambda: (some(128), some(128) * 0, some(128), False, False),
+        "a load .* of buffer, .* stores to with no barrier",
+        N128,
+    ),
+    Pair(
+        "elements that are exchanged in a program that prints",
+        gathered_between,
+        lambda: (some(128), some(128) * 0, some(128), True, True),
+        lambda: (some(128), some(128) * 0, some(128), False, True),
+        "a load .* of buffer, .* stores to with no barrier",
+        N128,
     ),
     Pair(
         "number that a tile loads",

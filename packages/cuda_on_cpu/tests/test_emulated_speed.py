@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 import os
@@ -63,6 +64,22 @@ def test_a_kernel_of_many_operations_gives_the_same_bits(dtype):
         kernels.many[(2,)](x.cuda(), device, 8, N=8, BLOCK=4)
         assert torch.equal(plain, device.cpu())
     assert plain.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int64, torch.int8, torch.uint8])
+def test_sums_maxima_and_minima_give_the_same_bits(dtype):
+    x = (torch.randn(40, 16, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
+    if dtype.is_floating_point:
+        x[1, 3], x[2], x[5, 5] = torch.nan, torch.nan, torch.inf
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.no_grad(), emulated_cuda() if device == "cuda" else contextlib.nullcontext():
+            given = [torch.zeros(size, dtype=dtype, device=device) for size in (5 * 3 * 8, 5 * 3 * 16, 5 * 3)]
+            for _ in range(2):  # noted down, then walked
+                kernels.reduced[(5,)](x.to(device), *given, ROWS=8, COLUMNS=16)
+            found.append(torch.cat([each.cpu() for each in given]).view(torch.uint8))
+    assert torch.equal(*found)
 
 
 def test_the_interpreter_is_itself_again_afterwards():
