@@ -218,10 +218,15 @@ class _History:
     """Recorded paths of programs whose arguments are of the same kinds."""
 
     def __init__(self, inputs: int) -> None:
-        self.paths = Paths(inputs)
+        self._inputs = inputs
+        self.forget()
         self.twins: set[Twin] = set()
         self.walked = self.noted = 0
         self.is_worth_it = True
+
+    def forget(self) -> None:
+        """Forget all paths, so that the next programs are recorded: an error of a walk is found by its next call."""
+        self.paths = Paths(self._inputs)
 
     def learn(self, recorder: Recorder) -> None:
         """Add the calls of a program."""
@@ -277,6 +282,7 @@ class _Grid:
                 function(**arguments)
         except Exception as failure:
             if _is_race(self.module, failure):
+                history.forget()
                 raise  # what the program did before is noted, and would not be found again
             self._run_python(recorder.effects)  # raises if the kernel itself is wrong
             history.is_worth_it = False
