@@ -89,7 +89,7 @@ def found(bug: CorpusEntry, most: int) -> str:
 def new_case(slug: str, most: int) -> tuple[str, str] | None:
     """(old id, new id) of a bug if another case shows it now; the new one is empty if none of those tried does."""
     bug = bugs()[slug]
-    ids = cases_of(bug.backend.capabilities, bug.modes[0], bug.executions[0].value)
+    ids = cases_of(bug.backend.capabilities, parse_case(bug.case_of_tier).mode, bug.executions[0].value)
     if bug.case != bug.case_of_tier and bug.case_of_tier in ids:
         return None
     try:
