@@ -87,6 +87,11 @@ def test_lines_are_noted_of_the_import_and_then_of_each_drive(folder: Path) -> N
     assert own not in second["lines"]["given"]
 
 
+def test_addresses_that_are_only_reserved_are_no_memory_as_those_of_cuda(folder: Path) -> None:
+    reserve = "import mmap; mmap.mmap(-1, 64 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0); print('reserved')"
+    assert run(folder, USE.format(notes="", memory=1 << 30) + reserve) == "reserved\n"
+
+
 def test_a_process_that_asks_for_more_memory_than_it_may_have_is_reported_so(folder: Path) -> None:
     ask = "try:\n    bytearray(3 << 30)\n    print('got it')\nexcept MemoryError:\n    print('refused')"
     assert run(folder, USE.format(notes="", memory=1 << 30) + ask) == "refused\n"

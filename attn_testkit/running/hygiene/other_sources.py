@@ -33,7 +33,7 @@ class OtherSources:
     notes: str = ""
     """Folder in which each worker has a file, with a line of JSON for the import and for each case-run; empty: none."""
     memory: int = 0
-    """Bytes of address space that the process may add to its present size; 0: no limit. A mutated number may be the
+    """Bytes of writable memory that the process may add to its present size; 0: no limit. A mutated number may be the
     size of a tensor."""
 
 
@@ -81,12 +81,13 @@ def use_other_sources(sources: OtherSources) -> Notes | None:
 
 
 def _limit_memory(beyond: int) -> None:
+    """Limit the memory that this process can write, not its addresses: CUDA reserves hundreds of gigabytes of these."""
     import resource
 
     with open("/proc/self/statm", encoding="ascii") as file:
-        pages = int(file.read().split()[0])
+        pages = int(file.read().split()[5])
     most = pages * os.sysconf("SC_PAGE_SIZE") + beyond
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 class Notes:
