@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
 
 # A worker per core, up to four: more threads inside each only get in each other's way.
-cores="$(nproc)"
+cores="$(env -u OMP_NUM_THREADS nproc)" # which it would believe
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Tests start hundreds of processes. Each compiles the kit again where nobody may keep bytecode, and pytest rewrites every test
 # file for each worker. It is kept beside the files: with PYTHONPYCACHEPREFIX torch would be compiled again, whose bytecode pip made.
