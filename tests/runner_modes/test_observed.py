@@ -160,7 +160,7 @@ def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, r
     static = make_static_inputs(harness, schedule, 1, STEP_TENSORS)
     sent, *others = static.sent(bs, spec=True, mask=False)
     lengths = {place.name.removeprefix("batch."): place.shape[0] for place in sent.places}
-    by_token = {"input_ids", "out_cache_loc", "positions", "spec_info.hidden_states"}
+    by_token = {"input_ids", "out_cache_loc", "index_cache_loc", "positions", "spec_info.hidden_states"}
     assert lengths.pop("query_start_loc") == rows + 1
     assert {name for name, length in lengths.items() if length == tokens} == by_token
     assert {length for name, length in lengths.items() if name not in by_token} == {rows}

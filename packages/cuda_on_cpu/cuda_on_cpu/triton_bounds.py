@@ -294,7 +294,8 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
         return first, end
     where, apart = _where(launch, first, end, base)
     rest = ": other memory of the process, or none"
-    if any(start <= first and end <= stop for start, stop in launch.storages):
+    own = [s for s in launch.storages if owner is None or (s[0] <= owner[0] and owner[1] <= s[1])]
+    if any(start <= first and end <= stop for start, stop in own):
         rest = ", in a storage that the launch was given a part of: what is there belongs to other rows"
     cure = (
         "mask what follows the last row, and look at strides and offsets: a slot or page times a stride takes 64 bits"

@@ -114,6 +114,7 @@ class _CountsPages(PlannedBackend):
     modes=_MODES,
 )
 class FreedEntriesAreNotCounted(FreedBackend):
-    """A request's keys are at most those of the valid entries of its row, so freed pages count against its end."""
+    """A request's keys are at most those of its entries that are neither -1 nor the null block, so freed pages count
+    against its end."""
 
     child = _CountsPages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ class SGLangBackend(OfSGLang):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
+        if (planner := sys.modules.get("sglang.srt.layers.attention.flashinfer_backend")) is not None:
+            # A plan that raised leaves it set. A server ends then, and a new one has a new module.
+            planner.global_override_indptr_cpu = None  # type: ignore[attr-defined]
         scales = {layer.scaling for layer in context.layers} if self.declared.one_scale else {context.layers[0].scaling}
         runners = {scale: make_runner(self.declared, context, scale) for scale in sorted(scales)}
         self.runner = next(iter(runners.values()))
