@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 from attn_testkit_corpus.faults.parent import PlannedBackend
 
 
-@bug("flash-attention #2665", "extend-gqa4x2-d256-bf16-p16-k0.1.16-n45a3.131.1-chunks3-contiguous-gauss-b4small")
+@bug("flash-attention #2665", "extend-gqa4x2-d256-bf16-p16-k7x2-n3a2.3-chunks3-contiguous-one_hot-b2prod")
 class StridesOfShapeAt256(Tiled):
     """Queries of heads of 256 are read as if they lay one behind the other."""
 

@@ -35,7 +35,7 @@ class Spanning(Tiled):
 
 @bug(
     "vllm #47217",
-    "extend-gqa2x2-d64-bf16-p64-k1025.1026.1029.9.14.2.30-n11a67.1x6-shared-peaked-w4-spanswidebylayer-b10prod",
+    "extend-gqa2x2-d64-bf16-p64-k7x2-n66a130.1-chunks3-shared-gauss-w4-spans-layers1from0-b3nan",
 )
 class LongSpansDropped(Spanning):
     """A span of more positions than the layer's window shows has no effect."""

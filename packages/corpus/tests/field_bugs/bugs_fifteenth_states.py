@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.states_of_servers import SlotsParent, SnapshotsP
 
 @bug(
     "vllm-xpu-kernels #399",
-    "extend-gdn3x2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-no_decay-k64w4s32-b3nan",
+    "extend-gdn4x2-d128-bf16-p16-k0.17.0-n4a1x2.9-shuffled-no_decay-k64w4s32-layers1from0-b3prod",
     "output-written",
 )
 class FeaturesOf256(StateParent):
@@ -59,7 +59,7 @@ class NoCopiesIfSpeculating(SnapshotsParent):
 
 @bug(
     "vllm-ascend #11408",
-    "target-verify-gdn4x2-d64-bf16-p16-k5.1.30-chain4-shuffled-unit_keys-k64w4s32.slots-b4prod",
+    "target-verify-mamba4x2-d64-bf16-p16-k5-chain2-shuffled-strong_decay-k64w4s32.null.slots-b2nan",
     "writes-own-state",
     execution="graph",
 )
@@ -138,7 +138,7 @@ class Lightning(StateParent):
 
 @bug(
     "vllm-ascend #10276",
-    "extend-lightning2-d64-bf16-p16-k0.40-n34a65.3-shuffled-unit_keys-k64w1s32-b2prod",
+    "extend-lightning2-d64-bf16-p16-k30.0.5.0-n1a1x4-shuffled-no_decay-k64w1s32-layers3from5-b4stale-overlap_scheduling",
     "finite",
 )
 class TailOfBlockIsLoaded(Lightning):

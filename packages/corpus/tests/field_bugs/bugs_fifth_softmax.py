@@ -87,7 +87,7 @@ class EmptyFirstSplit(SplitKV):
 
 @bug(
     "ATOM #2057",
-    "decode-gqa5x2-d128-bf16-p1-k1500.70-contiguous-gauss-kvfp8e4m3-w60-cap1.5-sink-lsetokens3merged-b3prod",
+    "decode-mqa5-d64-bf16-p16-k35.0.16.1.70-contiguous-gauss-lsepages2-b6prod",
     "log-sum-exp",
     execution="graph",
 )

@@ -63,8 +63,7 @@ class GatherAssumesNhd(OfTwoModes):
 
 @bug(
     "vllm-ascend #6558",
-    "decode-mqa4-d64-bf16-p1-k7x2.8x119.608.8x8-interleaved-rising_logits-kvhnd-"
-    "w46-cap1.5-layers2from5groups-b130prod-given_out",
+    "decode-gqa8x2-d128-bf16-p64-k7x2-interleaved-rising_logits-kvfp8e4m3-w46-sink-layers2from5-b3nan-given_out",
     "output-written",
 )
 class WindowOutNotStored(OfTwoModes):
