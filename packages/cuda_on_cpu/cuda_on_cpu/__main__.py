@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--races", choices=("on", "off"), default="on", help="Look for races inside a launch.")
     run.add_argument(
-        "--masked-loads", choices=("zero", "poison"), default="poison", help="Number that a masked load leaves."
+        "--masked-loads", choices=("zero", "poison"), default="zero", help="Number that a masked load leaves."
     )
     run.add_argument(
         "--program-order", choices=("forward", "reverse"), default="forward",

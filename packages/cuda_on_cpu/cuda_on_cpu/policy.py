@@ -22,8 +22,8 @@ class Policy:
     `bounds`              memory that a Triton kernel may use through the pointer of an argument: all of its storage, or
                           only the view that was passed
     `masked_loads`        what a masked load without `other=` leaves where its mask is off. Triton leaves it undefined
-                          (triton #9917). "poison" is NaN, or a large integer; "zero" is what Triton leaves on
-                          NVIDIA's GPUs
+                          (triton #9917). "zero" is what Triton leaves on NVIDIA's GPUs, and kernels of servers
+                          rely on it; "poison" is NaN, or a large integer
     `program_order`       order in which the programs of a launch of a Triton kernel run: by number, or the last first.
                           A device may take any. A kernel with a `while` loop, which may wait for other programs, runs
                           in the order of numbers
@@ -40,7 +40,7 @@ class Policy:
     fill: int | None = 0xFF
     rollback: bool = True
     bounds: Literal["storage", "view"] = "storage"
-    masked_loads: Literal["zero", "poison"] = "poison"
+    masked_loads: Literal["zero", "poison"] = "zero"
     races: bool = True
     program_order: Literal["forward", "reverse"] = "forward"
     late: bool = False

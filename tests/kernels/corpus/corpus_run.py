@@ -18,11 +18,9 @@ from typing import Any
 from corpus_generated import arguments, grid
 from corpus_launches import BOTH_RAISE, DIFFERENT, EMULATION_RAISES, FLOATS, SAME, Launch, compared
 
-from cuda_on_cpu import Policy, emulated_cuda
+from cuda_on_cpu import emulated_cuda
 
 VARIANTS = 6
-AS_STOCK = Policy(masked_loads="zero")
-"""Elements of a masked load without ``other`` are undefined; the stock interpreter leaves zeros."""
 COMPARED = (SAME, FLOATS, DIFFERENT)
 BLOCK_POINTERS = "Block pointers have been removed"
 
@@ -61,7 +59,7 @@ def run(interpreter: Any, name: str, call: Callable[[], None], most: int, second
         with os.fdopen(writing, "wb") as file:
             try:
                 sent = _Sent(file)
-                with emulated_cuda(AS_STOCK), compared(interpreter, sent, most, seconds / 2):
+                with emulated_cuda(), compared(interpreter, sent, most, seconds / 2):
                     call()
             except BaseException as failure:
                 where = traceback.extract_tb(failure.__traceback__)[-1]
