@@ -105,6 +105,8 @@ def _ran(
         with server_writes():
             trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
         if ahead is not None:
+            # A server commits the states of a draft before it plans the next step.
+            commit_states(harness, staged, batch.state, step.bs)
             # Made only now: it fills a mask buffer of the backend.
             following, _ = batch_of(harness, ahead)
             plan = partial(harness.backend.init_forward_metadata, following)
@@ -112,7 +114,8 @@ def _ran(
             done_ahead()
         with blame("forward", label):
             torch.cuda.synchronize()
-        commit_states(harness, staged, batch.state, step.bs)
+        if ahead is None:
+            commit_states(harness, staged, batch.state, step.bs)
     return staged, sent, trace
 
 

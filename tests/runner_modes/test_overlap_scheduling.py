@@ -11,6 +11,7 @@ from attn_testkit.runner_modes.harness import StagedStep
 from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Execution
 from attn_testkit.running.case_runs.worker_main import LocalWorker
@@ -43,6 +44,26 @@ def test_an_eager_step_is_followed_by_the_plan_of_another_before_anybody_waits()
     step = [("plan", 4), ("forward", 4), ("forward", 4)]
     assert said_by(USUAL)[:6] == [*step, *step]
     assert said_by(OVERLAP_SCHEDULING)[:8] == [*step, ("plan", 3), *step, ("plan", 3)]
+
+
+class StateNotes(TorchNativeStateBackend):
+    said: list[str] = []  # noqa: RUF012
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        self.said.append(f"plan {batch.batch_size}")
+        super().init_forward_metadata(batch)
+
+    def commit(self, steps: torch.Tensor, state: Any) -> None:
+        self.said.append("commit")
+        super().commit(steps, state)
+
+
+def test_an_eager_draft_is_committed_before_the_next_step_is_planned() -> None:
+    """SGLang's class commits with the metadata of its last plan, and its server commits before it plans again."""
+    StateNotes.said.clear()
+    case = "target-verify-gdn4x2-d64-bf16-p16-k9.0.4-chain2-shuffled-like_keys-k64w4s32.zeroed-b4prod-overlap_scheduling"
+    LocalWorker(candidate_for(StateNotes, in_process=True), "cpu").drive(RunCase(case, Execution.EAGER))
+    assert StateNotes.said[:3] == ["plan 3", "commit", "plan 2"]
 
 
 @pytest.mark.parametrize(("bs", "indices"), [(1, (0,)), (2, (1,)), (4, (3, 2, 1))])
