@@ -61,7 +61,9 @@ class StateNotes(TorchNativeStateBackend):
 def test_an_eager_draft_is_committed_before_the_next_step_is_planned() -> None:
     """SGLang's class commits with the metadata of its last plan, and its server commits before it plans again."""
     StateNotes.said.clear()
-    case = "target-verify-gdn4x2-d64-bf16-p16-k9.0.4-chain2-shuffled-like_keys-k64w4s32.zeroed-b4prod-overlap_scheduling"
+    case = (
+        "target-verify-gdn4x2-d64-bf16-p16-k9.0.4-chain2-shuffled-like_keys-k64w4s32.zeroed-b4prod-overlap_scheduling"
+    )
     LocalWorker(candidate_for(StateNotes, in_process=True), "cpu").drive(RunCase(case, Execution.EAGER))
     assert StateNotes.said[:3] == ["plan 3", "commit", "plan 2"]
 
