@@ -107,9 +107,7 @@ class _Party:
         with closing(runner):
             self.declared: Capabilities = runner.declared(Candidate(self.settings.backend), self.settings.device)
         self.journal = Journal(self.settings.journal, self._state())
-        # With the limit of the mutants: where it is too low, the unchanged backend fails, and no mutant seems killed.
-        copies = tuple(self._copy(m, text, "as-it-is") for m, text in self.sources.items())
-        self.plain = OtherSources(copies, memory=MEMORY)
+        self.plain = OtherSources(tuple(self._copy(m, text, "as-it-is") for m, text in self.sources.items()))
         self.spots: dict[str, tuple[str, Spot]] = {}
         self._tried_on: dict[tuple[str, str], set[str]] = {}
         self._orders: dict[str, Order] = {}
@@ -240,7 +238,7 @@ class _Party:
     def _tried(self, mutant: Mutant, module: str, plan: Plan, items: Sequence[Item], runner: Runner) -> Verdict:
         copy = self._copy(module, mutant.apply(self.sources[module]), mutant.id)
         instead = dict(self.plain.instead) | dict([copy])
-        candidate = Candidate(self.settings.backend, sources=replace(self.plain, instead=tuple(instead.items())))
+        candidate = Candidate(self.settings.backend, sources=OtherSources(tuple(instead.items()), memory=MEMORY))
         try:
             if runner.declared(candidate, self.settings.device) != self.declared:
                 return Verdict(CAPABILITIES)
