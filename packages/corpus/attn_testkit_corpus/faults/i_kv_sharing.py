@@ -20,6 +20,22 @@ class SharingBackend(PlannedBackend):
         precision={"dtypes": {"bf16"}},
     )
 
+    def stores(self, layer: AttentionLayer, asked: bool) -> bool:
+        """True if a forward of this layer stores its keys and values."""
+        return asked
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        return super().forward(q, k, v, layer, batch, self.stores(layer, save_kv_cache))
+
 
 @fault(
     "vllm-ascend #11791",
@@ -30,17 +46,8 @@ class ReaderStoresItsOwn(SharingBackend):
     """The writer of keys and values runs for every layer, so a reader's replace those of the layer that it reads."""
 
     @override
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
-        shares = layer.kv_sharing_target_layer_id >= 0
-        return super().forward(q, k, v, layer, batch, save_kv_cache or shares)
+    def stores(self, layer: AttentionLayer, asked: bool) -> bool:
+        return asked or layer.kv_sharing_target_layer_id >= 0
 
 
 @fault("general; a flag that is read once per step", "writes-own-kv matches-oracle finite reads-own-kv")
@@ -48,14 +55,5 @@ class FlagOfTheLastLayer(SharingBackend):
     """The model's last layer decides if keys are stored, so a model with a reader stores none."""
 
     @override
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
-        shares = self.context.layers[-1].kv_sharing_target_layer_id >= 0
-        return super().forward(q, k, v, layer, batch, save_kv_cache and not shares)
+    def stores(self, layer: AttentionLayer, asked: bool) -> bool:
+        return asked and self.context.layers[-1].kv_sharing_target_layer_id < 0
