@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attn_testkit.backends.vendor.provider import VendorMissing
 
-from . import flash_attn, flash_attn_2, flash_mla, flashinfer_checks, trtllm_checks, vllm_caches
+from . import flash_attn, flash_attn_2, flash_attn_4, flash_mla, flashinfer_checks, trtllm_checks, vllm_caches
 from .refusals import Refusals
 
 
@@ -33,6 +33,11 @@ LIMITS: tuple[Limits, ...] = (
         "whether a launch has one row per request: if it has, request i is row i in every replay. Its splits cover "
         "the keys of any replay",
         "keys that are not in pages, and dropout",
+    ),
+    Limits(
+        "FlashAttention 4",
+        "nothing: its kernels of SM90 have no splits and no schedule",
+        "pages of a tile's size, which are loaded whole; what CuTe DSL refuses to compile",
     ),
     Limits(
         "FlashMLA, dense",
@@ -104,4 +109,4 @@ def all_refusals() -> tuple[Refusals, ...]:
         of_flashinfer = flashinfer_checks.refusals() + trtllm_checks.refusals()
     except VendorMissing:
         of_flashinfer = ()
-    return flash_attn.REFUSALS + flash_attn_2.REFUSALS + flash_mla.REFUSALS + vllm_caches.REFUSALS + of_flashinfer
+    return flash_attn.REFUSALS + flash_attn_2.REFUSALS + flash_attn_4.REFUSALS + flash_mla.REFUSALS + vllm_caches.REFUSALS + of_flashinfer

@@ -123,19 +123,9 @@ def fwd(
     )  # fmt: skip
     # Rows and keys that a grid of the largest row count and key count reaches.
     blocks = min(blocks, -(-max_seqlen_k // k.shape[1]))
-    bounds = torch.arange(bs + 1, dtype=torch.int32, device=q.device) * blocks
-    rows = paged.rows_of_requests(cu_seqlens_q, rows_of_q)
-    keys = paged.keys_of_pages(bounds, page_table[:, :blocks].reshape(-1), seqused_k, k.shape[1])
-    q_lens = cu_seqlens_q.diff()
-    seen = (rows.request[:, None] == keys.request[None]) & keys.valid[None] & rows.valid[:, None]
-    last = (seqused_k.long() - q_lens.long())[rows.request] + rows.offset
-    ahead = keys.offset[None] - last[:, None]
-    if is_causal:
-        window_size_right = 0
-    if window_size_right >= 0:
-        seen = seen & (ahead <= window_size_right)
-    if window_size_left >= 0:
-        seen = seen & (ahead >= -window_size_left)
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    batch = paged.packed(cu_seqlens_q, rows_of_q, seqused_k, page_table[:, :blocks], k.shape[1], window)
+    rows, keys = batch.rows, batch.keys
     queries, key_rows, value_rows = q.float(), paged.gather(k, keys), paged.gather(v, keys)
     if q.dtype == _FP8:
         if q_descale is not None:
@@ -145,7 +135,7 @@ def fwd(
         if v_descale is not None:
             value_rows = value_rows * v_descale[keys.request][..., None]
     found, lse = paged.attend(
-        queries, key_rows, value_rows, seen, softmax_scale, soft_cap=softcap, round_to=v.dtype,
+        queries, key_rows, value_rows, batch.seen, softmax_scale, soft_cap=softcap, round_to=v.dtype,
         factor=_FP8_FACTOR if q.dtype == _FP8 else 1.0, sinks=s_aux,
     )  # fmt: skip
     written = rows.valid & (rows.offset < max_seqlen_q)
@@ -172,7 +162,7 @@ def _of_68_heads(a: Arguments) -> Arguments:
 
 
 def _of_80_and_64(a: Arguments) -> Arguments:
-    return {**of_width(80)(a), "v": a["v"], "out": a["out"]}
+    return {**of_width(80, "out")(a), "v": a["v"], "out": a["out"]}
 
 
 def _widths_fit(a: Any) -> bool:
@@ -218,7 +208,7 @@ FORWARD: tuple[Check, ...] = (
           "cu_seqlens_q must have dtype torch.int32", _API),
     Check("offsets of more requests", but(cu_seqlens_q=lambda x: torch.cat([x, x[-1:]])),
           lambda a: len(a.cu_seqlens_q) == len(a.page_table) + 1, "batch_size must be equal to batch_size_k", _API),
-    Check("a head dim of 264", of_width(264), lambda a: a.q.shape[-1] <= 256,
+    Check("a head dim of 264", of_width(264, "out"), lambda a: a.q.shape[-1] <= 256,
           "FlashAttention forward only supports head dimension at most 256", _API),
     Check("heads that do not divide", but(q=lambda x: x[:, :3], out=lambda x: x[:, :3]),
           lambda a: a.q.shape[1] % a.k.shape[2] == 0, _DIVIDE, _API),
@@ -233,7 +223,7 @@ FORWARD: tuple[Check, ...] = (
           "seqused_k must be contiguous", _API),
     Check("lengths of fewer requests", but(seqused_k=lambda x: x[:1]),
           lambda a: len(a.seqused_k) == len(a.page_table), "seqused_k must have shape (batch_size)", _API),
-    Check("a head dim of 60", of_width(60), _aligned, "head_size should be a multiple of ", _API),
+    Check("a head dim of 60", of_width(60, "out"), _aligned, "head_size should be a multiple of ", _API),
     Check("outputs of another dtype", but(out=torch.Tensor.half),
           lambda a: a.out.dtype == (torch.bfloat16 if a.q.dtype == _FP8 else a.q.dtype), _OUT_DTYPE, _API),
     Check("outputs with a stride", but(out=strided_heads), lambda a: a.out.stride(-1) == 1,

@@ -55,27 +55,17 @@ def varlen_fwd(
     assert seqused_k is not None
     assert leftpad_k is None
     assert out is not None
-    (bs, blocks), (total, heads, _) = block_table.shape, q.shape
+    total, heads, _ = q.shape
     if _is_swapped(given):
-        cu_seqlens_q = torch.arange(bs + 1, dtype=torch.int32, device=q.device)
-    bounds = torch.arange(bs + 1, dtype=torch.int32, device=q.device) * blocks
-    rows = paged.rows_of_requests(cu_seqlens_q, total)
-    keys = paged.keys_of_pages(bounds, block_table.reshape(-1), seqused_k, k.shape[1])
-    seen = (rows.request[:, None] == keys.request[None]) & keys.valid[None] & rows.valid[:, None]
-    last = (seqused_k.long() - cu_seqlens_q.diff().long())[rows.request] + rows.offset
-    ahead = keys.offset[None] - last[:, None]
-    if is_causal:
-        window_size_right = 0
-    if window_size_right >= 0:
-        seen = seen & (ahead <= window_size_right)
-    if window_size_left >= 0:
-        seen = seen & (ahead >= -window_size_left)
-    bias = None if alibi_slopes is None else -alibi_slopes.view(heads, 1, 1) * ahead.abs()
+        cu_seqlens_q = torch.arange(len(block_table) + 1, dtype=torch.int32, device=q.device)
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    batch = paged.packed(cu_seqlens_q, total, seqused_k, block_table, k.shape[1], window)
+    bias = None if alibi_slopes is None else -alibi_slopes.view(heads, 1, 1) * batch.ahead.abs()
     found, lse = paged.attend(
-        q, paged.gather(k, keys), paged.gather(v, keys), seen, softmax_scale, soft_cap=softcap, round_to=v.dtype,
-        bias=bias,
+        q, paged.gather(k, batch.keys), paged.gather(v, batch.keys), batch.seen, softmax_scale, soft_cap=softcap,
+        round_to=v.dtype, bias=bias,
     )  # fmt: skip
-    written = rows.valid & (rows.offset < max_seqlen_q)
+    written = batch.rows.valid & (batch.rows.offset < max_seqlen_q)
     out.copy_(torch.where(written[:, None, None], found.to(out.dtype), out))
     return [out, lse.t() * 0.6931471805599453]
 
@@ -138,9 +128,9 @@ VARLEN: tuple[Check, ...] = (
           lambda a: not _is_swapped(a) or len(a.q) == _bs(a),
           'torch_call_dispatcher( "aten::reshape", "", stack.data(), TORCH_ABI_VERSION) API call failed at ', _API),
     Check("no request", but(cu_seqlens_q=lambda x: x[:1]), lambda a: _bs(a) > 0, "batch size must be positive", _API),
-    Check("a head dim of 264", of_width(264), lambda a: a.q.shape[-1] <= 256,
+    Check("a head dim of 264", of_width(264, "out"), lambda a: a.q.shape[-1] <= 256,
           "FlashAttention forward only supports head dimension at most 256", _API),
-    Check("a head dim of 60", of_width(60), lambda a: a.q.shape[-1] % 8 == 0,
+    Check("a head dim of 60", of_width(60, "out"), lambda a: a.q.shape[-1] % 8 == 0,
           "query, key, value, and out_ must have a head_size that is a multiple of 8", _API),
     Check("heads that do not divide", but(q=lambda x: x[:, :3], out=lambda x: x[:, :3]),
           lambda a: a.q.shape[1] % a.k.shape[2] == 0,

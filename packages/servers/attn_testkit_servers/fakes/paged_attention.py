@@ -59,6 +59,43 @@ def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor,
     return Keys(request, offset, valid, torch.where(valid, slot, 0))
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Query rows and paged keys of a packed batch, and which of them meet."""
+
+    rows: Rows
+    keys: Keys
+    ahead: torch.Tensor
+    """[R, S] int64: position of each key, counted from the row's own."""
+    seen: torch.Tensor
+    """[R, S] bool."""
+
+
+def packed(
+    cu_seqlens_q: torch.Tensor,
+    rows_of_q: int,
+    lens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    window: tuple[int, int],
+) -> Packed:
+    """A batch as FlashAttention has it: rows aligned to the end of their keys, seen from ``window[0]`` before a row to
+    ``window[1]`` after it, without a bound if negative."""
+    bs, blocks = page_table.shape
+    bounds = torch.arange(bs + 1, dtype=torch.int32, device=page_table.device) * blocks
+    rows = rows_of_requests(cu_seqlens_q, rows_of_q)
+    keys = keys_of_pages(bounds, page_table.reshape(-1), lens, page_size)
+    seen = (rows.request[:, None] == keys.request[None]) & keys.valid[None] & rows.valid[:, None]
+    last = (lens.long() - cu_seqlens_q.diff().long())[rows.request] + rows.offset
+    ahead = keys.offset[None] - last[:, None]
+    before, after = window
+    if after >= 0:
+        seen = seen & (ahead <= after)
+    if before >= 0:
+        seen = seen & (ahead >= -before)
+    return Packed(rows, keys, ahead, seen)
+
+
 def gather(cache: torch.Tensor, keys: Keys, heads_first: bool = False) -> torch.Tensor:
     """[pages, P, Hk, D] (or [pages, Hk, P, D]) in any dtype -> [S, Hk, D] float32, zero if no key is valid.
 

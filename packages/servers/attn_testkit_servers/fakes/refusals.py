@@ -26,7 +26,7 @@ Change = Callable[[Arguments], Arguments]
 
 @dataclass(frozen=True)
 class Check:
-    """One check of an entry point, which raises ``RuntimeError``."""
+    """One check of an entry point."""
 
     tried: str
     """Arguments that it refuses, in words: "float32 queries"."""
@@ -40,15 +40,15 @@ class Check:
     """``file:function`` in the source of the kernel's package."""
 
 
-def refuse(checks: Iterable[Check], **given: Any) -> None:
-    """Raise ``RuntimeError`` with the text of the first check that does not hold for the arguments ``given``.
+def refuse(checks: Iterable[Check], error: type[Exception] = RuntimeError, /, **given: Any) -> None:
+    """Raise ``error`` with the text of the first check that does not hold for the arguments ``given``.
 
     If the compiled code's text goes on with values, the message names an example instead.
     """
     arguments = SimpleNamespace(**given)
     for check in checks:
         if not check.holds(arguments):
-            raise RuntimeError(f"{check.text.strip()} (refused, for example: {check.tried})".strip())
+            raise error(f"{check.text.strip()} (refused, for example: {check.tried})".strip())
 
 
 def call(implementation: Any, function: str, arguments: Arguments) -> Any:
@@ -99,9 +99,9 @@ def strided_heads(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def of_width(width: int) -> Change:
-    """A change of ``q``, ``k``, ``v`` and ``out`` to another head dim, at most five times as wide."""
-    return but(**dict.fromkeys(("q", "k", "v", "out"), lambda x: torch.cat([x] * 5, -1)[..., :width]))
+def of_width(width: int, *others: str) -> Change:
+    """A change of ``q``, ``k``, ``v`` and ``others`` to another head dim, at most five times as wide."""
+    return but(**dict.fromkeys(("q", "k", "v", *others), lambda x: torch.cat([x] * 5, -1)[..., :width]))
 
 
 def zeros(name: str, count: int, dtype: torch.dtype, step: int = 1) -> Change:
