@@ -109,4 +109,11 @@ def all_refusals() -> tuple[Refusals, ...]:
         of_flashinfer = flashinfer_checks.refusals() + trtllm_checks.refusals()
     except VendorMissing:
         of_flashinfer = ()
-    return flash_attn.REFUSALS + flash_attn_2.REFUSALS + flash_attn_4.REFUSALS + flash_mla.REFUSALS + vllm_caches.REFUSALS + of_flashinfer
+    return (
+        flash_attn.REFUSALS
+        + flash_attn_2.REFUSALS
+        + flash_attn_4.REFUSALS
+        + flash_mla.REFUSALS
+        + vllm_caches.REFUSALS
+        + of_flashinfer
+    )

@@ -31,7 +31,8 @@ _FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
 # Kernels that SGLang itself brings compiled, or compiles for a GPU when a backend is made: no fake is of those.
 _COMPILED = ("sglang-kernel>=0.4.10",)
 _OF_SM100 = Requires(sm=(100, 103), packages=(*_COMPILED, "flashinfer-python>=0.7.2,<0.8"))
-_OF_SM90 = Requires(sm=(90, 90), packages=_COMPILED)
+# Its flash_ops is the same function from this release on, which is the last one for torch 2.11.
+_OF_SM90 = Requires(sm=(90, 90), packages=("sglang-kernel>=0.4.6",))
 
 _MHA_POOL = Line("kv_pool.kv_layouts", {"custom"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal")
 _MLA_POOL = Line("kv_pool.kv_layouts", {"custom"}, f"{_POOLS}:MLATokenToKVPool._create_buffers")
@@ -50,6 +51,27 @@ _OF_TRTLLM_MLA = (
     Line("requires", _OF_SM100, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
 )
 """CuteDslMLABackend inherits them from TRTLLMMLABackend."""
+
+_HEADS_OF_FLASH = (
+    Line("heads.families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+    Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+    Line("heads.head_dims", {64, 128}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+    Line("kv_pool.page_sizes", {1, 16, 64}, f"{_FLASH}:FlashAttentionBackend.__init__"),
+    Line("heads.gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+    _MHA_POOL,
+    _SERVER,
+)
+_OF_FLASH = (
+    Line("eager", {D, V, V1, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
+    Line("graph", {D, V, V2}, f"{_FLASH}:FlashAttentionBackend.init_cuda_graph_state"),
+    *_HEADS_OF_FLASH,
+    Line("bounds.max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
+    Line("bounds.max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
+    Line("windows.modes", {D, V, V1, V2, X}, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
+    Line("windows.layers", "one", f"{_FLASH}:FlashAttentionBackend.__init__"),
+    _WINDOW_OF_ONE,
+    Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionBackend.__init__"),
+)
 
 _OF_DSA = (
     Line("heads.families", {"mla"}, f"{_POOLS}:DSATokenToKVPool"),
@@ -297,18 +319,50 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "fa3": BridgeCapabilities(
         "fa3",
         (
-            Line("eager", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
+            *_OF_FLASH,
+            Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
+        ),
+    ),
+    "fa3_mla": BridgeCapabilities(
+        "fa3",
+        (
+            Line("eager", {D, V, V1, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
             Line("graph", {D, V, V2}, f"{_FLASH}:FlashAttentionBackend.init_cuda_graph_state"),
-            Line("heads.families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("heads.families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
             Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
-            Line("heads.head_dims", {64, 128}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("heads.head_dims", {512}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("heads.mla_rope_dims", {64}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
             Line("kv_pool.page_sizes", {1, 16, 64}, f"{_FLASH}:FlashAttentionBackend.__init__"),
-            Line("heads.gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("heads.gqa_ratios", {16, 128}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
             Line("bounds.max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
             Line("bounds.max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
-            _MHA_POOL,
+            Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionBackend.__init__"),
+            _MLA_POOL,
             _SERVER,
             Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
+        ),
+    ),
+    "fa3_draft": BridgeCapabilities(
+        "fa3",
+        (
+            Line("eager", {DD}, f"{_FLASH}:FlashAttentionMultiStepBackend.init_forward_metadata"),
+            Line("graph", {DD}, f"{_FLASH}:FlashAttentionMultiStepBackend.init_forward_metadata_out_graph"),
+            *_HEADS_OF_FLASH,
+            Line("bounds.max_draft_branches", 4, f"{_FLASH}:FlashAttentionMultiStepBackend.__init__"),
+            Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionMultiStepBackend"),
+            Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
+        ),
+    ),
+    # The same class over the kernels of FlashAttention 4, of which SGLang has a copy.
+    "fa4": BridgeCapabilities(
+        "fa4",
+        (
+            *_OF_FLASH,
+            Line(
+                "requires",
+                Requires(sm=(90, 103), packages=("sglang-kernel>=0.4.6", "nvidia-cutlass-dsl>=4.6.2")),
+                "layers/attention/attention_registry.py:create_flashattention_v4_backend",
+            ),
         ),
     ),
     **OF_STATES,
@@ -343,7 +397,7 @@ CAPABILITIES_OF_OLDER: Mapping[str, BridgeCapabilities] = {
 """Capabilities in 0.5.12.post1, with places in it."""
 
 OF_SGLANG = (
-    "aiter", "ascend", "dsv4", "fa4", "flashmla", "flex_attention", "hpc_ops", "intel_amx", "intel_xpu",
+    "aiter", "ascend", "dsv4", "flashmla", "flex_attention", "hpc_ops", "intel_amx", "intel_xpu",
     "llada2_cfg_flashinfer", "minicpm_flashattn", "minicpm_flashinfer", "nsa", "qsa", "wave",
 )  # fmt: skip
 """The other names of SGLang's registry: for hardware or models that the kit does not have."""

@@ -65,7 +65,8 @@ class _ModelConfig:
         self.is_encoder_decoder = self.is_multimodal = self.model_is_mrope = False
         self.quantization = self.attention_chunk_size = self.linear_attn_registry_result = None
         self.sliding_window_size = window
-        self.is_hybrid_swa = self.is_local_attention_model = window is not None
+        self.is_hybrid_swa = window is not None
+        self.is_local_attention_model = False  # Llama 4's chunks, which the bridge does not declare
         self.hf_config = self.hf_text_config = SimpleNamespace(
             architectures=["DeepseekV32ForCausalLM" if first.topk else "TinyForCausalLM"],
             index_topk=first.topk or None, hidden_size=self.hidden_size, head_dim=self.head_dim,
