@@ -87,7 +87,7 @@ class FlashAttn4Backend(KernelBackend):
     def run_return_lse(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Also return the natural log-sum-exp, [Hq, T]."""
+        """Attend, and return the natural log-sum-exp [Hq, T] as well."""
         layer = plan.layer
         window = None if layer.sliding_window_size < 0 else layer.sliding_window_size
         out, lse = self._attend(

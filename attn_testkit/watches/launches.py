@@ -2,7 +2,8 @@
 
 A backend that falls back to torch gives right results and proves nothing about the kernels that its author wrote. The
 counter counts launches by Python: a launch that a graph captures counts once, its replays do not. It does not count
-functions of extension modules that are not operators, or kernels that Inductor generates. It is not a dispatch mode,
+functions of extension modules that are not operators, or kernels that Inductor generates. Kernels of CuTe DSL and
+TVM-FFI are such functions: where these are imported, a count of zero says nothing. It is not a dispatch mode,
 because torch.compile does not compile under one.
 """
 
@@ -20,6 +21,10 @@ _OF_TORCH = frozenset({"aten", "prim", "prims", "inductor", "higher_order", "pro
 """Namespaces of torch's operators, some of which it registers when they are first used."""
 _KERNELS = ("JITFunction", "GluonJITFunction", "InterpretedFunction", "Autotuner", "Heuristics")
 """Classes of Triton whose objects are kernels, by name: Triton need not be installed."""
+
+
+_NOT_COUNTED = ("cutlass", "tvm_ffi")
+"""Packages whose kernels Python calls without a function that could be wrapped."""
 
 
 class _Wrapped:
@@ -115,9 +120,11 @@ class Launches:
         return _WRAPPED.with_triton()
 
     def count(self, begun_with_triton: bool) -> int | None:
-        """The number since ``begin``; None if Triton was imported meanwhile, so that launches were missed."""
+        """The number since ``begin``; None if none was counted and some may have been missed: Triton was imported
+        meanwhile, or a package of ``_NOT_COUNTED`` is."""
         found = _WRAPPED.count - self._first
-        return None if not begun_with_triton and _WRAPPED.with_triton() and not found else found
+        missed = (not begun_with_triton and _WRAPPED.with_triton()) or any(name in sys.modules for name in _NOT_COUNTED)
+        return None if missed and not found else found
 
 
 def has_kernels(modules: Iterable[ModuleType]) -> list[str]:

@@ -22,6 +22,7 @@ ELSEWHERE = {
     "--disable-hybrid-kv-cache-manager", "--model-path",  # vLLM, SGLang
     "--dsa-decode-backend", "--dsa-prefill-backend", "--dsv", "--enable-page-major-kv-layout",  # SGLang
     "--kv-cache-dtype", "--linear-attn-backend", "--linear-attn-decode-backend",  # SGLang
+    "--page-size", "--speculative-eagle-topk",  # SGLang
     "--working-dir",  # Ray
     "--split-compile",  # nvcc
 }  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -111,3 +113,18 @@ def test_counters_of_one_process_wrap_once_and_restore_with_the_last_in_whatever
     assert torch._ops.OpOverload.__call__ is wrapped, "the other counts"
     second.remove()
     assert torch._ops.OpOverload.__call__ is stock
+
+
+def test_a_package_whose_launches_cannot_be_counted_makes_a_zero_unknown(monkeypatch):
+    from attn_testkit.watches.launches import Launches
+
+    launches = Launches()
+    launches.install()
+    try:
+        counted = launches.begin()
+        monkeypatch.delitem(sys.modules, "tvm_ffi", raising=False)
+        assert launches.count(counted) == 0
+        monkeypatch.setitem(sys.modules, "tvm_ffi", ModuleType("tvm_ffi"))
+        assert launches.count(counted) is None
+    finally:
+        launches.remove()

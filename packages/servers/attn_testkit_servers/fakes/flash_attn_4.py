@@ -72,7 +72,7 @@ def _in_fp8(a: Arguments) -> Arguments:
 
 
 VARLEN: tuple[Check, ...] = (
-    Check("offsets of keys beside a page table", lambda a: {"cu_seqlens_k": a["cu_seqlens_q"]},
+    Check("offsets of keys with a page table", lambda a: {"cu_seqlens_k": a["cu_seqlens_q"]},
           lambda a: a.cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k", _API),
     Check("a page table of int64", but(page_table=torch.Tensor.long), lambda a: a.page_table.dtype == torch.int32,
           "page_table must be int32", _API),

@@ -31,3 +31,12 @@ class SharedKV(FlashInfer):
     """Layers that share KV give None for k and v: an extend attends slots 0, 1, ... of the pool, whoever owns them."""
 
     declared = dataclasses.replace(FlashInfer.declared, reads_back=True)
+
+
+FlashAttention3: Any = backend_class("fa3_mla")
+
+
+class MLATrees(FlashAttention3):
+    """The second pass of a tree has a table of slots, and reads it as one of pages (GPU only)."""
+
+    capabilities = FlashAttention3.capabilities.with_changes(bounds={"max_topk": 4})

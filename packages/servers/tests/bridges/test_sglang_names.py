@@ -124,6 +124,8 @@ def test_the_script_that_messages_name_makes_an_environment_of_each_version(vers
             {
                 "sglang:dsa",
                 "sglang:dsa_fused",
+                "sglang:fa3",
+                "sglang:fa4",
                 "sglang:flashinfer",
                 "sglang:flashinfer_mla",
                 "sglang:gdn_flashinfer",

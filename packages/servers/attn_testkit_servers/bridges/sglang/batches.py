@@ -72,6 +72,9 @@ def _batch(batch: ForwardBatch, width: int, algorithm: Any, forward: bool) -> An
         both = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
         made.seq_lens_cpu = torch.tensor([prefix + new for prefix, new in both], dtype=torch.int64)
     spec = batch.spec_info
+    if isinstance(spec, DraftExtendInput) and made.extend_seq_lens is None:
+        # The graph runner of draft-extends gives its buffer of widths in the batch, too.
+        made.extend_seq_lens, made.extend_seq_lens_cpu = spec.extend_seq_lens_tensor, spec.extend_seq_lens_cpu
     if isinstance(spec, DraftDecodeInput) and not forward:
         made.out_cache_loc = spec.out_cache_loc
     return made

@@ -62,12 +62,13 @@ _HEADS_OF_FLASH = (
     _SERVER,
 )
 _OF_FLASH = (
-    Line("eager", {D, V, V1, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
+    # Not the v1 worker's extend, which has no extend_prefix_lens_cpu any more.
+    Line("eager", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
     Line("graph", {D, V, V2}, f"{_FLASH}:FlashAttentionBackend.init_cuda_graph_state"),
     *_HEADS_OF_FLASH,
     Line("bounds.max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
     Line("bounds.max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
-    Line("windows.modes", {D, V, V1, V2, X}, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
+    Line("windows.modes", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
     Line("windows.layers", "one", f"{_FLASH}:FlashAttentionBackend.__init__"),
     _WINDOW_OF_ONE,
     Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionBackend.__init__"),
@@ -326,7 +327,7 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "fa3_mla": BridgeCapabilities(
         "fa3",
         (
-            Line("eager", {D, V, V1, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
+            Line("eager", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
             Line("graph", {D, V, V2}, f"{_FLASH}:FlashAttentionBackend.init_cuda_graph_state"),
             Line("heads.families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
             Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
@@ -335,8 +336,11 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
             Line("kv_pool.page_sizes", {1, 16, 64}, f"{_FLASH}:FlashAttentionBackend.__init__"),
             Line("heads.gqa_ratios", {16, 128}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
             Line("bounds.max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
-            Line("bounds.max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
+            # Not trees, whose second pass takes slots for pages: docs/evidence/findings/sglang-fa3-mla-trees.md.
+            Line("bounds.max_topk", 1, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
             Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionBackend.__init__"),
+            # A launch for several rows loads whole pages if they have 64 slots, as a tile has.
+            Line("needs.finite_page_tails", {"same"}, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
             _MLA_POOL,
             _SERVER,
             Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
