@@ -33,6 +33,7 @@ from .last_failed import keep_failed
 from .options import asked_for, selection_options, settings_options
 from .shards import refuse_other_shard, shard_options, sharded
 from .show import Watch, echo_header, print_summary
+from .since import asked_since, keep_map, mapping, only_since, since_options
 
 
 @click.command(
@@ -44,6 +45,7 @@ Examples:
 @click.argument("files", nargs=-1, metavar="[FILE.py]...")
 @selection_options
 @pytest_options
+@since_options
 @click.option(
     "--cases-from", type=click.Path(), metavar="FILE",
     help="Only the cases in a file, one per line.",
@@ -77,7 +79,7 @@ def run(**values: Any) -> int:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
         request = replace(request, cases=cases, cases_from=values["cases_from"])
     _refuse_clashes(values)
-    with terminated_like_interrupted(), _for_programs(values):
+    with terminated_like_interrupted(), _for_programs(values), mapping(request, values) as request:
         return _run(request, options, values)
 
 
@@ -128,6 +130,7 @@ def _run(request: Request, options: Options, values: dict[str, Any]) -> int:
         request = replace(request, order="plainest")
     if not request.backends:
         raise UsageError("no backend is named; give --backend module:Class, or a name from `attn-testkit list`")
+    request, words = asked_since(request, values)
     limit = 1 if values["stop_first"] else values["max_failures"]
     if values["ray_address"]:
 
@@ -140,6 +143,7 @@ def _run(request: Request, options: Options, values: dict[str, Any]) -> int:
     with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, sharded(judge.plan(request), values))
         prepared, carried = _rest_of(prepared, earlier)
+        prepared = only_since(prepared, "--changed" if values["changed"] else f"--since {values['since']}", words)
         prepared = choose(prepared, values["keyword_text"], values["last_failed"])
         if values["collect_only"]:
             return echo_items(prepared)
@@ -243,6 +247,8 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
         # Readers of the file, in this job or the next, would not see the findings of this run.
         code = 3
     keep_failed(results)
+    if "noted" in values:
+        keep_map(values["noted"], results)
     report = Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems))
     values.get("reports", []).append(report)
     if values["durations"] is not None:
