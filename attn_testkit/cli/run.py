@@ -34,6 +34,7 @@ from .options import asked_for, selection_options, settings_options
 from .shards import refuse_other_shard, shard_options, sharded
 from .show import Watch, echo_header, print_summary
 from .since import asked_since, keep_map, mapping, only_since, since_options
+from .watch import refuse_with_watch, watch_backend
 
 
 @click.command(
@@ -65,6 +66,7 @@ Examples:
 @ray_option
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures; -x: after one.")
 @click.option("-x", "stop_first", is_flag=True, hidden=True, help="Stop after the first, simplest cases first.")
+@click.option("--watch", is_flag=True, help="Run again after each save, what failed first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
@@ -79,7 +81,10 @@ def run(**values: Any) -> int:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
         request = replace(request, cases=cases, cases_from=values["cases_from"])
     _refuse_clashes(values)
+    refuse_with_watch(request, values)
     with terminated_like_interrupted(), _for_programs(values), mapping(request, values) as request:
+        if values["watch"]:
+            return watch_backend(request, options, values)
         return _run(request, options, values)
 
 

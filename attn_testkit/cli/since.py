@@ -21,7 +21,7 @@ from ..results.failure_text import program
 from ..running.hygiene.other_sources import OtherSources
 from ..running.planning.candidate import Candidate
 from ..running.planning.code_units import Unit, units_of
-from ..running.planning.reach import MappedRun, Place, ReachMap, Since, Touched, changed_units, touched
+from ..running.planning.reach import Key, MappedRun, Place, ReachMap, Since, Touched, changed_units, touched
 from ..running.planning.request import MOST_NAMED, Item, Prepared, Request
 from .choosing import only
 from .last_failed import place as place_of_failed
@@ -185,7 +185,9 @@ def asked_since(request: Request, values: dict[str, Any]) -> tuple[Request, str]
     if not revision:
         return request, ""
     maps = _read_maps()
-    reached, checks, words = set(), {}, []
+    reached: set[Key] = set()
+    checks: dict[Key, tuple[str, ...]] = {}
+    words = []
     for candidate in request.candidates:
         if candidate.spec not in maps:
             command = shlex.join([*program(), "run", "-b", candidate.spec, "--tier", request.tier, "--map"])

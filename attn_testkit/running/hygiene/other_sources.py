@@ -194,15 +194,20 @@ class Functions:
         return not of_kit or path.startswith(adapters)
 
 
+def outermost_folder(file: str) -> str:
+    """Folder of the outermost package that a file is in; without one, the folder of the file."""
+    folder = outermost = os.path.dirname(file)
+    while os.path.exists(os.path.join(folder, "__init__.py")):
+        folder, outermost = os.path.dirname(folder), folder
+    return outermost
+
+
 def root_of(file: str) -> str:
-    """Folder of the Git checkout that a file is in; without one, the folder of its outermost package."""
+    """Folder of the Git checkout that a file is in; without one, that of ``outermost_folder``."""
     folder = os.path.dirname(file)
-    outermost = folder
-    while os.path.exists(os.path.join(outermost, "__init__.py")) and os.path.dirname(outermost) != outermost:
-        outermost = os.path.dirname(outermost)
     while not os.path.exists(os.path.join(folder, ".git")):
         if os.path.dirname(folder) == folder:
-            return outermost
+            return outermost_folder(file)
         folder = os.path.dirname(folder)
     return folder
 
