@@ -21,7 +21,7 @@ from ..results.failure_text import program
 from ..running.hygiene.other_sources import OtherSources
 from ..running.planning.candidate import Candidate
 from ..running.planning.code_units import Unit, units_of
-from ..running.planning.reach import Key, MappedRun, Place, ReachMap, Since, Touched, changed_units, touched
+from ..running.planning.reach import Key, MappedRun, Place, ReachMap, Since, Touched, changed_units, module_of, touched
 from ..running.planning.request import MOST_NAMED, Item, Prepared, Request
 from .choosing import only
 from .last_failed import place as place_of_failed
@@ -211,9 +211,7 @@ def changes_since(reach: ReachMap, revision: str) -> tuple[Touched, str]:
     imported = {word for units in now.values() for unit in units.values() for word in unit.mentions}
     before: dict[str, Mapping[str, Unit]] = {}
     for file in files:
-        path = Path(file)
-        name = path.parent.name if path.name == "__init__.py" else path.stem
-        if path.suffix == ".py" and (file in reach.digests or name in imported):
+        if file.endswith(".py") and (file in reach.digests or module_of(file) in imported):
             now[file] = present_units(root, file)
             before[file] = _units(_git(root, "show", f"{revision}:{file}", missing=b""), f"{file} of {revision}")
     other = next((file for file in files if Path(file).suffix in _CODE and _is_near(file, reach)), "")

@@ -103,6 +103,7 @@ def test_compiled_functions_and_those_whose_results_are_kept_are_opaque() -> Non
 def test_a_unit_mentions_names_attributes_words_in_strings_and_what_it_imports() -> None:
     found = units_of(FILE)
     assert found["Backend.plan"].mentions >= {"secret", "inner", "property"}
+    assert units_of("load('my_pkg.kernels', 'no word')")["<module>"].mentions == {"load", "my_pkg", "kernels"}
     assert found["fast"].mentions == {"kernels", "copy_kernel"}
     assert found["Backend.__init__"].called == "Backend"
     assert found["Backend.plan"].called == "plan"

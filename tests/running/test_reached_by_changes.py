@@ -102,6 +102,15 @@ def test_a_change_reaches_the_case_runs_that_call_what_it_changes(changes, cases
     assert reached(units(**changes)) == cases
 
 
+def test_a_name_at_the_top_of_a_module_does_not_concern_a_module_that_does_not_import_it() -> None:
+    beside = units_of("import triton\nclass Other:\n    size = triton.cdiv(1, 2)\n")
+    before = {**units(), "beside.py": beside}
+    changed = {**before, "kernels.py": units(kernels=("import triton", "import triton_fork as triton"))["kernels.py"]}
+    found = touched(map_of(), before, changed)
+    assert not found.everything
+    assert {case for _, case in found.runs(map_of())} == {"large"}
+
+
 def test_a_changed_name_that_nothing_mentions_reaches_everything() -> None:
     files = {"kernels.py": units_of(KERNELS + "import patches_torch\n")}
     found = touched(map_of(), {"kernels.py": units()["kernels.py"]}, {**units(), **files})

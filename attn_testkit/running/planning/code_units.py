@@ -150,8 +150,9 @@ def _words(node: ast.AST) -> Iterator[str]:
             yield from each.name.split(".")
         elif isinstance(each, ast.ImportFrom) and each.module:
             yield from each.module.split(".")
-        elif isinstance(each, ast.Constant) and isinstance(each.value, str) and each.value.isidentifier():
-            yield each.value
+        elif isinstance(each, ast.Constant) and isinstance(each.value, str):
+            words = each.value.split(".")
+            yield from words if all(map(str.isidentifier, words)) else ()
 
 
 def last_name(decorator: ast.expr) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from .code_units import Unit
 
@@ -135,6 +136,12 @@ def _unit(place: Place, before: Units, now: Units) -> Unit:
     return now.get(file, {}).get(name) or before[file][name]
 
 
+def module_of(file: str) -> str:
+    """The last part of the name under which a file is imported."""
+    folder, name = PurePath(file).parent.name, PurePath(file).stem
+    return folder if name == "__init__" else name
+
+
 def _words(file: str, name: str) -> str:
     return file if name.startswith("<") else f"{name} of {file}"
 
@@ -159,11 +166,15 @@ def _followed(
 ) -> tuple[frozenset[Place], frozenset[Place]]:
     """Units that mention a changed one, and so on: only where the map cannot know of a call, and everywhere."""
     near, far = set(changed), set(changed)
+    words = {file: {word for unit in units.values() for word in unit.mentions} for file, units in now.items()}
     waiting = [(place, True) for place in changed]
     while waiting:
         place, is_near = waiting.pop()
         unit = _unit(place, before, now)
         for other in by_word.get(unit.called, ()):
+            # A name at the top of a module is that of another file only if this one imports the module.
+            if unit.kind == "binding" and other[0] != place[0] and module_of(place[0]) not in words[other[0]]:
+                continue
             user = now[other[0]][other[1]]
             unseen = is_near and (unit.kind != "function" or unit.opaque or user.opaque)
             found = near if unseen else far
