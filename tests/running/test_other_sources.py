@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.registry import UsageError
-from attn_testkit.running.hygiene.other_sources import OtherSources, outermost_folder, use_other_sources
+from attn_testkit.running.hygiene.other_sources import OtherSources, outermost_folder, root_of, use_other_sources
 
 MODULE = """
 import functools
@@ -145,3 +145,9 @@ def test_without_a_checkout_the_root_is_the_folder_of_the_outermost_package(tmp_
     (inner / "__init__.py").touch()
     assert outermost_folder(str(inner / "x.py")) == str(tmp_path / "outer")
     assert outermost_folder(str(tmp_path / "x.py")) == str(tmp_path)
+    assert root_of(str(inner / "x.py")) == str(tmp_path / "outer")
+    (tmp_path / ".git").touch()
+    assert root_of(str(inner / "x.py")) == str(tmp_path)
+    installed = tmp_path / "venv" / "site-packages" / "own"
+    installed.mkdir(parents=True)
+    assert root_of(str(installed / "x.py")) == str(installed), "an edit of the checkout does not change the copy"

@@ -186,12 +186,15 @@ class Functions:
             return False
         if path == self._own or not os.path.isfile(path):
             return path == self._own
-        places = path[len(self._root) :].split(os.sep)
-        if "site-packages" in places or "dist-packages" in places:
+        if _INSTALLED & set(path[len(self._root) :].split(os.sep)):
             return False
         of_kit = any(path.startswith(folder) for each in DISTRIBUTIONS if (folder := folder_of(each)))
         adapters = (os.path.join(folder_of(KIT), "backends", ""), os.path.join(folder_of(SERVERS), "fakes", ""))
         return not of_kit or path.startswith(adapters)
+
+
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages."""
 
 
 def outermost_folder(file: str) -> str:
@@ -203,8 +206,10 @@ def outermost_folder(file: str) -> str:
 
 
 def root_of(file: str) -> str:
-    """Folder of the Git checkout that a file is in; without one, that of ``outermost_folder``."""
+    """Folder of the Git checkout that a file is in; without one, or if it is installed, that of ``outermost_folder``."""
     folder = os.path.dirname(file)
+    if _INSTALLED & set(file.split(os.sep)):
+        return outermost_folder(file)  # a copy, also where the environment is a folder of the checkout
     while not os.path.exists(os.path.join(folder, ".git")):
         if os.path.dirname(folder) == folder:
             return outermost_folder(file)
