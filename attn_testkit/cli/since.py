@@ -246,9 +246,14 @@ def _changed_files(root: Path, revision: str) -> list[str]:
         raise UsageError(f"--since: {root} is not a Git checkout, so nothing says what has changed there")
     if not _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}", missing=b""):
         raise UsageError(f"--since: {root} has no revision {revision!r}; `git log` lists those that there are")
-    names = _git(root, "diff", "--name-only", "--no-renames", "-z", revision, "--")
-    names += _git(root, "ls-files", "--others", "--exclude-standard", "-z")
-    return sorted({name.decode(errors="surrogateescape") for name in names.split(b"\0") if name})
+    known = _names(_git(root, "diff", "--name-only", "--no-renames", "-z", revision, "--"))
+    new = _names(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
+    # A results file, such as that of --json, does not belong to the backend.
+    return sorted(known | {name for name in new if not name.endswith(".json")})
+
+
+def _names(listed: bytes) -> set[str]:
+    return {name.decode(errors="surrogateescape") for name in listed.split(b"\0") if name}
 
 
 def _git(root: Path, *arguments: str, missing: bytes | None = None) -> bytes:

@@ -206,7 +206,8 @@ def outermost_folder(file: str) -> str:
 
 
 def root_of(file: str) -> str:
-    """Folder of the Git checkout that a file is in; without one, or if it is installed, that of ``outermost_folder``."""
+    """Folder of the Git checkout that a file is in. For an installed file, or without a checkout, that of
+    ``outermost_folder``."""
     folder = os.path.dirname(file)
     if _INSTALLED & set(file.split(os.sep)):
         return outermost_folder(file)  # a copy, also where the environment is a folder of the checkout
