@@ -7,7 +7,7 @@
 # one that finished, trends, and since when each failure is red (docs/how-to/nightly.md). Tonight's record is put beside them.
 #
 # Writes OUT/report.json, junit.xml, report.html, summary.md and, with an earlier night, compare.txt; with an audit
-# also audit.json, audit.html and audit.txt. What an earlier night left under these names is removed first.
+# also audit.json, audit.html and audit.txt; with ATTN_SINCE since.txt. What an earlier night left under these names is removed first.
 # Fails when a backend is not conformant or cannot be imported any more, when nothing ran, when something newly fails or
 # vanished since the night before, or when the audit fails. Page and summary are red when a backend fails or nothing ran.
 # With an earlier night the exit code tells what changed: 8 where tests fail and each of them failed the night before too.
@@ -27,6 +27,7 @@
 #   ATTN_KNOWN=FILE        known failures
 #   ATTN_AUDIT=1           also judge the kit by its catalogue of faults, on the same device
 #   ATTN_AUDIT_JOBS=N      processes of the audit, instead of as many as fit
+#   ATTN_SINCE="a b"       also measure what `run --since` misses, over mutants of these backends and a sample of the faults
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out="$(realpath -m "${1:?usage: ci/nightly.sh OUT [NIGHTS | PREVIOUS.json]}")"
@@ -42,7 +43,7 @@ elif [[ -n "${2:-}" ]]; then
   nights="$(realpath -m "$2")" && mkdir -p "$nights"
   before=(--history "$nights")
 fi
-(cd "$out" && rm -f report.{json,html} junit.xml summary.md compare.txt audit.{json,html,txt})
+(cd "$out" && rm -f report.{json,html} junit.xml summary.md compare.txt since.txt audit.{json,html,txt})
 
 status=0
 worse() { [[ $status -ne 0 ]] || status=$1; }
@@ -133,5 +134,10 @@ fi
 if [[ -n "${ATTN_AUDIT:-}" ]]; then
   "$python" -m attn_testkit audit --device "${ATTN_DEVICE:-auto}" ${ATTN_AUDIT_JOBS:+--jobs "$ATTN_AUDIT_JOBS"} \
     --json "$out/audit.json" --html "$out/audit.html" | tee "$out/audit.txt" || worse $?
+fi
+if [[ -n "${ATTN_SINCE:-}" ]]; then
+  # shellcheck disable=SC2086
+  "$python" ci/since_misses.py $(printf -- "-b %s " $ATTN_SINCE) --faults 40 --device "${ATTN_DEVICE:-auto}" --at-most 40 |
+    tee "$out/since.txt" || worse $?
 fi
 exit "$status"

@@ -26,6 +26,9 @@ _NOT_WITH = {
     "shard": "--shard",
     "rest_of": "--rest-of",
     "keyword_text": "-k",
+    "maps": "--map",
+    "since": "--since",
+    "changed": "--changed",
     "last_failed": "--lf",
     "collect_only": "--collect-only",
 }

@@ -52,9 +52,13 @@ def keep_failed(results: Iterable[CaseResult]) -> None:
     if failed == before:
         return
     with contextlib.suppress(OSError):
-        folder = place().parent
-        if not folder.is_dir():
-            folder.mkdir(parents=True)
-            (folder / ".gitignore").write_text("*\n", "utf-8")
-        text = json.dumps({"format": _FORMAT, "failed": sorted(failed)}, indent=1)
-        place().write_text(text + "\n", "utf-8")
+        write_in_cache(place(), json.dumps({"format": _FORMAT, "failed": sorted(failed)}, indent=1) + "\n")
+
+
+def write_in_cache(path: Path, text: str) -> None:
+    """Write a file into the folder that ``run`` keeps, which Git ignores. Raises ``OSError``."""
+    folder = path.parent
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        (folder / ".gitignore").write_text("*\n", "utf-8")
+    path.write_text(text, "utf-8")

@@ -33,6 +33,8 @@ from .last_failed import keep_failed
 from .options import asked_for, selection_options, settings_options
 from .shards import refuse_other_shard, shard_options, sharded
 from .show import Watch, echo_header, print_summary
+from .since import asked_since, keep_map, mapping, only_since, since_options
+from .watch import refuse_with_watch, watch_backend
 
 
 @click.command(
@@ -44,6 +46,7 @@ Examples:
 @click.argument("files", nargs=-1, metavar="[FILE.py]...")
 @selection_options
 @pytest_options
+@since_options
 @click.option(
     "--cases-from", type=click.Path(), metavar="FILE",
     help="Only the cases in a file, one per line.",
@@ -63,6 +66,7 @@ Examples:
 @ray_option
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures; -x: after one.")
 @click.option("-x", "stop_first", is_flag=True, hidden=True, help="Stop after the first, simplest cases first.")
+@click.option("--watch", is_flag=True, help="Run again after each save, what failed first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
@@ -77,7 +81,10 @@ def run(**values: Any) -> int:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
         request = replace(request, cases=cases, cases_from=values["cases_from"])
     _refuse_clashes(values)
-    with terminated_like_interrupted(), _for_programs(values):
+    refuse_with_watch(request, values)
+    with terminated_like_interrupted(), _for_programs(values), mapping(request, values) as request:
+        if values["watch"]:
+            return watch_backend(request, options, values)
         return _run(request, options, values)
 
 
@@ -128,6 +135,7 @@ def _run(request: Request, options: Options, values: dict[str, Any]) -> int:
         request = replace(request, order="plainest")
     if not request.backends:
         raise UsageError("no backend is named; give --backend module:Class, or a name from `attn-testkit list`")
+    request, words = asked_since(request, values)
     limit = 1 if values["stop_first"] else values["max_failures"]
     if values["ray_address"]:
 
@@ -140,6 +148,7 @@ def _run(request: Request, options: Options, values: dict[str, Any]) -> int:
     with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, sharded(judge.plan(request), values))
         prepared, carried = _rest_of(prepared, earlier)
+        prepared = only_since(prepared, "--changed" if values["changed"] else f"--since {values['since']}", words)
         prepared = choose(prepared, values["keyword_text"], values["last_failed"])
         if values["collect_only"]:
             return echo_items(prepared)
@@ -243,6 +252,8 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
         # Readers of the file, in this job or the next, would not see the findings of this run.
         code = 3
     keep_failed(results)
+    if "noted" in values:
+        keep_map(values["noted"], results)
     report = Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems))
     values.get("reports", []).append(report)
     if values["durations"] is not None:

@@ -10,9 +10,11 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.catalogue import tiers as catalogue
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
-from attn_testkit.running.case_runs import drawing
+from attn_testkit.running.case_runs import drawing, loop
 from attn_testkit.running.case_runs.drawing import draw_in_lanes
 from attn_testkit.running.case_runs.lane_process import LaneProcess
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.request import Options, Request
 
 DECLARED = TorchNativeBackend.capabilities
@@ -72,3 +74,16 @@ def test_a_lane_that_is_lost_leaves_its_modes_to_the_runner(lanes, monkeypatch):
     assert len(seen) == 3
     assert all(generate(DECLARED, mode, "smoke", 0) for mode in ForwardMode)
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_with_several_jobs_the_lanes_draw_the_cases_of_every_tier(monkeypatch, tier):
+    asked = []
+    monkeypatch.setattr(
+        loop, "draw_in_lanes", lambda lanes, declared, request: asked.append((len(lanes), request.tier))
+    )
+    runner = Runner(Options(jobs=2))
+    monkeypatch.setattr(runner, "declared", lambda *_: DECLARED)
+    runner._capabilities_for(Candidate("m:A"), Request(("m:A",), tier=tier))
+    runner.close()
+    assert asked == [(2, tier)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.registry import UsageError
-from attn_testkit.running.hygiene.other_sources import OtherSources, use_other_sources
+from attn_testkit.running.hygiene.other_sources import OtherSources, outermost_folder, root_of, use_other_sources
 
 MODULE = """
 import functools
@@ -103,3 +103,51 @@ def test_a_module_that_is_imported_already_cannot_be_another_one() -> None:
         use_other_sources(OtherSources((("attn_testkit.registry", "x.py"),)))
     with pytest.raises(UsageError, match=r"attn_testkit\.registry is imported by the kit"):
         use_other_sources(OtherSources(located=("attn_testkit.registry",)))
+
+
+FUNCTIONS = """
+import sys; sys.path[:0] = ["", "site-packages"]
+from attn_testkit.running.hygiene.other_sources import OtherSources, use_other_sources
+notes = use_other_sources(OtherSources(notes="notes", functions=True))
+import given, installed, threading
+from attn_testkit.registry import UsageError, capabilities_line
+notes.imported("given")
+threading.Thread(target=given.beside).start()
+given.Thing().method()
+installed.answer(1)
+notes.drove("decode-x", "eager")
+given.answer(0)
+notes.drove("decode-y", "graph")
+"""
+
+
+def test_functions_of_the_checkout_are_noted_for_each_case_run_and_no_others(folder: Path) -> None:
+    (folder / ".git").mkdir()
+    (folder / "site-packages").mkdir()
+    (folder / "site-packages" / "installed.py").write_text(MODULE)
+    thing = "class Thing:\n    def method(self):\n        return [self for _ in (lambda: [1])()]\n\nanswer(1)\n"
+    (folder / "given.py").write_text(MODULE + thing)
+    run(folder, FUNCTIONS)
+    (notes,) = (folder / "notes").iterdir()
+    imported, first, second = (json.loads(line) for line in notes.read_text().splitlines())
+    assert imported["root"] == str(folder)
+    assert imported["files"] == ["given.py"]
+    assert imported["functions"] == [["given.py", name] for name in ("<module>", "Thing", "answer")]
+    assert first["functions"] == [["given.py", name] for name in ("Thing.method", "beside")]
+    assert (first["case"], first["execution"]) == ("decode-x", "eager")
+    assert second["functions"] == [["given.py", "answer"]]
+
+
+def test_without_a_checkout_the_root_is_the_folder_of_the_outermost_package(tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "outer" / "__init__.py").touch()
+    (inner / "__init__.py").touch()
+    assert outermost_folder(str(inner / "x.py")) == str(tmp_path / "outer")
+    assert outermost_folder(str(tmp_path / "x.py")) == str(tmp_path)
+    assert root_of(str(inner / "x.py")) == str(tmp_path / "outer")
+    (tmp_path / ".git").touch()
+    assert root_of(str(inner / "x.py")) == str(tmp_path)
+    installed = tmp_path / "venv" / "site-packages" / "own"
+    installed.mkdir(parents=True)
+    assert root_of(str(installed / "x.py")) == str(installed), "an edit of the checkout does not change the copy"

@@ -94,7 +94,7 @@ class Runner:
         declared = self.declared(
             candidate, request.device, partial(self._start_others, candidate, request.device) if several else _nothing
         )
-        if alone and self._apart and request.tier != "smoke":
+        if alone and self._apart:
             lanes = [self._lane(index) for index in range(self.options.jobs)]
             draw_in_lanes([lane for lane in lanes if isinstance(lane, LaneProcess)], declared, request)
         return declared

@@ -1,8 +1,9 @@
-"""A worker that imports modules from other files than their own, and notes which lines each case-run executes.
+"""A worker that imports modules from other files than their own, and notes what each case-run executes.
 
-Mutation tests need it: a mutant is a backend with one small change, and no file of its package has that change. Code is
-compiled under the name of the file that it was read from, so that Triton, which reads the source of a function, gets
-the text that runs. A module keeps its original ``__file__``, so that it finds the files next to it.
+``run --map`` needs notes about functions. Mutation tests need the rest: a mutant is a backend with one small change,
+and no file of its package has that change. Code is compiled under the name of the file that it was read from, so that
+Triton, which reads the source of a function, gets the text that runs. A module keeps its original ``__file__``, so that
+it finds the files next to it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from ...distributions import DISTRIBUTIONS, KIT, SERVERS, folder_of
 from ...registry import UsageError
 
 
@@ -32,6 +35,8 @@ class OtherSources:
     """Modules whose own files are noted, in addition to the module of the class."""
     notes: str = ""
     """Folder in which each worker has a file, with a line of JSON for the import and for each case-run; empty: none."""
+    functions: bool = False
+    """True if the notes are about functions of all files of the backend's checkout, instead of lines."""
     memory: int = 0
     """Bytes of writable memory that the process may add to its present size; 0: no limit. A mutated number may be the
     size of a tensor."""
@@ -66,9 +71,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         )
 
 
-def use_other_sources(sources: OtherSources) -> Notes | None:
-    """Prepare this process; returns ``Notes`` if they are asked for. Raises ``UsageError`` for a module that is
-    imported already."""
+def use_other_sources(sources: OtherSources) -> Notes | Functions | None:
+    """Prepare this process; returns the writer of notes if they are asked for. Raises ``UsageError`` for a module that
+    is imported already."""
     asked = [*(module for module, _ in sources.instead), *sources.located]
     early = [module for module in asked if module in sys.modules and module not in sys.stdlib_module_names]
     if early:
@@ -77,6 +82,8 @@ def use_other_sources(sources: OtherSources) -> Notes | None:
         sys.meta_path.insert(0, _Finder(sources.instead))
     if sources.memory:
         _limit_memory(sources.memory)
+    if sources.functions:
+        return Functions(sources.notes)
     return Notes(sources) if sources.notes else None
 
 
@@ -117,8 +124,7 @@ class Notes:
 
     def _write(self, row: dict[str, Any]) -> None:
         lines = {module: sorted(found) for module, found in self._lines.items()}
-        with open(os.path.join(self._sources.notes, str(os.getpid())), "a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, "lines": lines}) + "\n")
+        _append(self._sources.notes, {**row, "lines": lines})
         for found in self._lines.values():
             found.clear()
 
@@ -133,3 +139,85 @@ class Notes:
             return line
 
         return line(frame, event, argument)
+
+
+class Functions:
+    """Writer of notes about the functions that run, of all threads."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._codes: dict[int, CodeType] = {}
+        self._root = self._own = ""
+        self._names: dict[str, str] = {}
+        threading.settrace(self._called)
+        sys.settrace(self._called)
+
+    def imported(self, module: str) -> None:
+        """Note the functions that ran during the import. ``module``: the module of the class."""
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        self._own = os.path.abspath(file) if file else ""
+        self._root = root_of(self._own) if file else ""
+        self._write({"root": self._root})
+
+    def drove(self, case: str, execution: str) -> None:
+        """Note the functions that ran since the last time."""
+        self._write({"case": case, "execution": execution})
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> None:
+        # By its id: a code object is compared with another one by all of its contents.
+        self._codes[id(frame.f_code)] = frame.f_code
+
+    def _write(self, row: dict[str, Any]) -> None:
+        codes, self._codes = self._codes, {}
+        found = {(self._name(code.co_filename), code.co_qualname.partition(".<locals>")[0]) for code in codes.values()}
+        files = {self._name(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+        functions = sorted(pair for pair in found if pair[0])
+        _append(self._folder, {**row, "functions": functions, "files": sorted(files - {""})})
+
+    def _name(self, file: str) -> str:
+        """The file relative to the root; empty for one that is not the backend's."""
+        if file not in self._names:
+            path = os.path.abspath(file) if file else ""
+            self._names[file] = os.path.relpath(path, self._root) if self._is_tested(path) else ""
+        return self._names[file]
+
+    def _is_tested(self, path: str) -> bool:
+        if not self._root or not path.startswith(self._root + os.sep) or not path.endswith(".py"):
+            return False
+        if path == self._own or not os.path.isfile(path):
+            return path == self._own
+        if _INSTALLED & set(path[len(self._root) :].split(os.sep)):
+            return False
+        of_kit = any(path.startswith(folder) for each in DISTRIBUTIONS if (folder := folder_of(each)))
+        adapters = (os.path.join(folder_of(KIT), "backends", ""), os.path.join(folder_of(SERVERS), "fakes", ""))
+        return not of_kit or path.startswith(adapters)
+
+
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages."""
+
+
+def outermost_folder(file: str) -> str:
+    """Folder of the outermost package that a file is in; without one, the folder of the file."""
+    folder = outermost = os.path.dirname(file)
+    while os.path.exists(os.path.join(folder, "__init__.py")):
+        folder, outermost = os.path.dirname(folder), folder
+    return outermost
+
+
+def root_of(file: str) -> str:
+    """Folder of the Git checkout that a file is in. For an installed file, or without a checkout, that of
+    ``outermost_folder``."""
+    folder = os.path.dirname(file)
+    if _INSTALLED & set(file.split(os.sep)):
+        return outermost_folder(file)  # a copy, also where the environment is a folder of the checkout
+    while not os.path.exists(os.path.join(folder, ".git")):
+        if os.path.dirname(folder) == folder:
+            return outermost_folder(file)
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def _append(folder: str, row: dict[str, Any]) -> None:
+    with open(os.path.join(folder, str(os.getpid())), "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")

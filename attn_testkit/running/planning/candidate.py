@@ -34,6 +34,8 @@ class Candidate:
     """The class itself, if it is run in the caller's own process."""
     sources: OtherSources = field(default_factory=OtherSources)
     """Modules that its worker imports from other files than their own."""
+    edition: int = 0
+    """Number of times that its files were saved since the judge began. A worker of one edition never runs another."""
 
 
 def candidate_for(backend: str | type[Any], *, in_process: bool = False) -> Candidate:

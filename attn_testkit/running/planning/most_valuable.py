@@ -5,9 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from ...cases.case import Case
+from ...cases.fields import DEFAULTS
 from ...contract import Execution
+from .reach import Since
 from .request import Item
 
 Entry = tuple[Item, Case]
@@ -82,13 +85,12 @@ def _round(number: int, first: int, size: int) -> int:
 
 
 Features = frozenset[Hashable]
+T = TypeVar("T")
 
 
-def richest_first(
-    cases: Iterable[Case], features: Callable[[Case], Features], met: Iterable[Case] = ()
-) -> Iterator[Case]:
-    """Cases ordered so that the next one has the most features that are neither in ``met`` nor in a case before it;
-    ties keep their order."""
+def richest_first(cases: Iterable[T], features: Callable[[T], Features], met: Iterable[T] = ()) -> Iterator[T]:
+    """Cases, or case-runs, ordered so that the next one has the most features that are neither in ``met`` nor in one
+    before it; ties keep their order."""
     seen = {feature for case in met for feature in features(case)}
     waiting = [(-len(features(case) - seen), number, case) for number, case in enumerate(cases)]
     heapq.heapify(waiting)
@@ -115,3 +117,42 @@ def pairs_of(case: Case) -> Features:
 
 def _values(case: Case) -> list[tuple[str, Hashable]]:
     return [(name, value) for name, value in case.values.items() if name != "seed"]
+
+
+def reaching(entries: Sequence[Entry], since: Since) -> tuple[Item, ...]:
+    """The case-runs that ``since`` selects, in their order: those that reach a change, up to its limit, the most
+    valuable first; and further ones, so that each check, each feature, and each mode and execution has one.
+    """
+
+    def aspects(entry: Entry) -> Features:
+        item, case = entry
+        return frozenset((item.backend, each) for each in (*_aspects(item, case), *since.checks.get(_key(item), ())))
+
+    def worth(entry: Entry) -> Features:
+        return frozenset((entry[0].backend, each) for each in (*pairs_of(entry[1]), *aspects(entry)))
+
+    due = [entry for entry in entries if since.reaches(_key(entry[0]))]
+    if len(due) > since.most:
+        due = list(itertools.islice(richest_first(due, worth), since.most))
+    chosen = {item for item, _ in due}
+    met = {each for entry in due for each in aspects(entry)}
+    for entry in richest_first((entry for entry in entries if entry[0] not in chosen), aspects, met=due):
+        if aspects(entry) <= met:
+            break
+        met |= aspects(entry)
+        chosen.add(entry[0])
+    return tuple(item for item, _ in entries if item in chosen)
+
+
+def _key(item: Item) -> tuple[str, str, str]:
+    return item.backend, item.execution, item.case
+
+
+def _aspects(item: Item, case: Case) -> Iterator[Hashable]:
+    """Mode and execution of a case-run, and the names of the features that its case uses."""
+    yield item.mode, item.execution
+    yield case.heads.family
+    for name, value in case.values.items():
+        if name in DEFAULTS and name not in ("seed", "variants") and value != DEFAULTS[name]:
+            yield name
+    yield from case.variants

@@ -36,6 +36,7 @@ from ...steps.schedule import make_schedule
 from ..hygiene.vendor_packages import NOT_HERE
 from .candidate import Candidate
 from .long_cases import long_cases
+from .most_valuable import reaching
 from .narrow import not_declared_here
 from .order import ordered
 from .request import Item, Plan, Request, selection_of, unloadable
@@ -124,6 +125,7 @@ def plan_run(
         header=replace(header, lacking=lacking, excluded=excluded, declared=lines if request.profile else {}),
         items=ordered(items, request.order, request.failed_before),
         order=request.order,
+        since=reaching(items, request.since) if request.since else (),
         preset=tuple(preset),
         candidates=request.candidates,
         device=request.device,

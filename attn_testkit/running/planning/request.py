@@ -19,6 +19,7 @@ from ...results.names import MODES as MODES
 from ...results.run_header import RunHeader, Selection
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
+from .reach import Since
 from .run_option import DEVICE, FILE, GLOB, SPEC, SWITCH, FrontEnd, RunOption, offered, one_of, seconds, whole
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -92,6 +93,9 @@ class Request:
     out. This needs the time of planning the whole tier."""
     cases_from: str = ""
     """The file from which ``cases`` were read, for the words of the verdict."""
+    since: Since | None = None
+    """Selection by the functions that case-runs reach. The plan has all case-runs, and the selected ones in
+    ``Plan.since``."""
     known_failures: str | Path | None = field(
         default=None, metadata=offered(FILE, "TOML file of failures to tolerate.", ini=True)
     )
@@ -362,6 +366,8 @@ class Plan:
     """Case-runs of other shards."""
     order: str = "listed"
     """``Request.order``."""
+    since: tuple[Item, ...] = ()
+    """Case-runs that ``Request.since`` selects."""
 
     def to_run(self) -> Plan:
         """The plan without its items: the part that is sent with every case-run of pytest."""
@@ -373,6 +379,7 @@ class Plan:
             items=(),
             preset=(),
             elsewhere=(),
+            since=(),
         )
 
 

@@ -7,15 +7,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from attn_testkit.running.planning.code_units import LEAVES_THE_BODY_AS_IT_IS, kept_names, last_name
+
 from .operators import Code, Edit
 
 Lines = Mapping[str, frozenset[int]]
 """Module -> line numbers that ran."""
-
-_LEAVES_THE_BODY_AS_IT_IS = frozenset(
-    {"property", "setter", "cached_property", "staticmethod", "classmethod", "abstractmethod", "contextmanager",
-     "override", "dataclass", "no_grad", "inference_mode"}
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def spot_of(source: bytes, edit: Edit) -> Spot:
         if inner is None:
             break
         if isinstance(held, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = {_last_name(each) for each in held.decorator_list} - _LEAVES_THE_BODY_AS_IT_IS
+            names = {last_name(each) for each in held.decorator_list} - LEAVES_THE_BODY_AS_IT_IS
             function = held if names and not rewritten else function
             rewritten = rewritten or bool(names)
             loaded = {n.id for n in ast.walk(held) if isinstance(n, ast.Name)}
@@ -56,7 +53,7 @@ def spot_of(source: bytes, edit: Edit) -> Spot:
 @functools.lru_cache(maxsize=16)
 def _read(source: bytes) -> tuple[Code, frozenset[str]]:
     code = Code(source)
-    return code, _kept_names(code.tree)
+    return code, kept_names(code.tree)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
@@ -79,26 +76,6 @@ def _head(node: ast.AST) -> tuple[int, int]:
     first = min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
     inside = [_head(each)[0] for each in _statements(node)]
     return first, max(first, min(inside) - 1) if inside else node.end_lineno or first
-
-
-def _last_name(decorator: ast.expr) -> str:
-    if isinstance(decorator, ast.Call):
-        decorator = decorator.func
-    return decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
-
-
-def _kept_names(tree: ast.Module) -> frozenset[str]:
-    """Variables of the module in which functions may keep something: empty containers, and names in ``global``."""
-    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    for node in tree.body:
-        value = getattr(node, "value", None)
-        empty = (isinstance(value, ast.Dict) and not value.keys) or (
-            isinstance(value, ast.List | ast.Call) and not getattr(value, "elts", ()) and not getattr(value, "args", ())
-        )
-        if isinstance(node, ast.Assign | ast.AnnAssign) and empty:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return frozenset(found)
 
 
 def reaches(spot: Spot, module: str, imported: Lines, runs: Mapping[str, Lines]) -> set[str]:
