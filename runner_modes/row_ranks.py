@@ -16,6 +16,7 @@ from attn_testkit.cases.features.row_ranks import row_splits_of
 from attn_testkit.cases.fields import Fields
 from attn_testkit.contract import AttentionBackend, AttentionLayer, BackendContext, ForwardBatch, RowSplit, StateInput
 
+from .collectives import RanksAsThreads
 from .returned import check_returned
 
 
@@ -63,7 +64,7 @@ class RowRanks(AttentionBackend):
         in_order = range(len(self._splits))
         self._order = in_order[:: -1 if reverse else 1]
         self.context = context
-        self._run: RunsRanks = by_turns
+        self._run: RunsRanks = RanksAsThreads(len(self._splits)) if self._gathers else by_turns
         self.instances: list[AttentionBackend] = self._run(
             [lambda split=split: backend_class(context_of_row_rank(context, split)) for split in self._splits],  # type: ignore[misc]
             in_order,

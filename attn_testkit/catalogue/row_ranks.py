@@ -53,6 +53,7 @@ def state_rank_cases(declared: Capabilities, plain: Case) -> Iterator[Case]:
         (2, ((0, 65), (40, 3), (0, 1))),
         (3, ((0, 7), (5, 4), (0, 2), (17, 70))),
         (_MANY_RANKS, ((0, 13), (9, 6))),
+        (_MANY_RANKS, ((0, 5), (9, 2))),
     ):
         yield _dealt(declared, plain, ranks, "blocks", prompts)
 

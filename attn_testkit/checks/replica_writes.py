@@ -69,15 +69,15 @@ def _why(observed: Observation, wrong: dict[int, list[int]], rank: int, slot: in
     """Text that says what a rank stored instead of the rows of all ranks; empty if nothing is known."""
     assert observed.inputs is not None
     new, own = set(observed.inputs.new_slots.tolist()), _own_slots(observed, rank)
-    if set(wrong[rank]) == new - own:
+    held, rows = _held(observed, rank, slot), observed.inputs.new_rows
+    untouched = held is None or bool(held.view(rows.dtype).float().isnan().all())
+    if untouched and set(wrong[rank]) == new - own:
         return (
             f"rank {rank} stored only the rows that it computes: each rank has all keys, so it stores k and v of the "
             "rows of all ranks (out_cache_loc has a slot for each)"
         )
-    held = _held(observed, rank, slot)
     if held is None:
         return ""
-    rows = observed.inputs.new_rows
     same = rows.contiguous().view(BITS[rows.dtype.itemsize]) == held.unsqueeze(2)
     found = observed.inputs.new_slots[same.movedim(2, 0).flatten(1).all(1)]
     if not len(found):

@@ -7,7 +7,7 @@ import torch
 from attn_testkit.contract import ForwardBatch
 
 from .catalogue import control
-from .with_row_ranks import RowRankBackend, StateRankParent
+from .with_row_ranks import GatheringRankBackend, RowRankBackend, StateRankParent
 
 
 @control()
@@ -32,3 +32,9 @@ class RankOfGivenPositions(RowRankBackend):
 @control()
 class StateOfRanks(StateRankParent):
     """Each rank continues the state that the one before it left (the parent of faults of states on ranks)."""
+
+
+@control()
+class RankThatGathers(GatheringRankBackend):
+    """Each rank gathers k and v with ``torch.distributed``, as classes of SGLang and vLLM do (the parent of faults of
+    collectives)."""

@@ -9,7 +9,7 @@ import torch
 from attn_testkit.contract import AttentionLayer, ForwardBatch
 
 from .catalogue import fault
-from .with_row_ranks import RowRankBackend
+from .with_row_ranks import GatheringRankBackend, RowRankBackend
 
 _CHECKS = "matches-oracle keys-counted-once finite reads-own-kv"
 _WRITES = "writes-own-kv"
@@ -152,3 +152,36 @@ class RankPadsItsRows(RowRankBackend):
         out = super().forward(q, k, v, layer, batch, save_kv_cache)
         most = -(-len(batch.out_cache_loc) // self.split.ranks)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, max(0, most - len(out))))
+
+
+@fault(
+    "vllm-ascend #12009, #12036",
+    "completes",
+    r"rank \d returned, rank \d waits in all_gather \(with_row_ranks.py:\d+\)",
+    modes="extend",
+)
+class RankWithoutRowsSkipsTheGather(GatheringRankBackend):
+    """A rank without rows returns before the gather, in which the other ranks wait for it."""
+
+    def keep(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        if len(k):
+            super().keep(k, v, layer, batch)
+
+
+@fault("sglang #29161", _WRITES, "in the order of requests and positions", modes="extend")
+class GatheredRowsKeepTheOrderOfRanks(GatheringRankBackend):
+    """Gathered k and v keep the order of the ranks, without the rows that filled up each part."""
+
+    def order_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.argsort((rows == self.total).to(torch.int8), stable=True)[: self.total]
+
+
+@fault("general; collectives in another order on one rank", _WRITES, modes="extend")
+class OneRankGathersValuesFirst(GatheringRankBackend):
+    """The last rank gathers v before k, so each rank gets its values for keys."""
+
+    def gathered_kv(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.split.rank < self.split.ranks - 1 or k.shape != v.shape:
+            return super().gathered_kv(k, v)
+        of_v = self.gather(v, 0)[self.order]
+        return self.gather(k, 0)[self.order], of_v

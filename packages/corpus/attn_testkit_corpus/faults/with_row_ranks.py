@@ -7,6 +7,7 @@ The numbers of a rank's rows follow from ``RowSplit`` and the lengths, as in ser
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from attn_testkit.contract import (
@@ -119,3 +120,50 @@ class StateRankParent(StateParent):
         """What is in the slots of the requests now."""
         conv, temporal = self.pools(layer)
         return conv[self.index].clone(), temporal[self.index].clone()
+
+
+class GatheringRankBackend(RowRankBackend):
+    """Healthy parent: gathers k and v of the rows of all ranks itself."""
+
+    capabilities = RowRankBackend.capabilities.with_changes(prefill_ranks=PrefillRanks(ROW_ORDERS, gathers=True))
+
+    total: int
+    """T: rows of all ranks."""
+    order: torch.Tensor
+    """[T] int64: place of each row of the batch among those that are gathered."""
+
+    @override
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """Gather the rows of all ranks, from which the order of k and v follows."""
+        super().init_forward_metadata_in_graph(batch)
+        self.total = len(batch.out_cache_loc)
+        if batch.pcp_rows is not None:
+            self.order = self.order_of(self.all_rows(batch.pcp_rows))
+
+    def all_rows(self, own: torch.Tensor) -> torch.Tensor:
+        """[R * T]: row of the batch of each place among those that are gathered; T where there is none."""
+        return self.gather(own, self.total)
+
+    def order_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """``order``, of ``all_rows``."""
+        return torch.argsort(rows)[: self.total]
+
+    def gather(self, own: torch.Tensor, filler: int) -> torch.Tensor:
+        """[R * T, ...]: rows of each rank, filled up to T rows."""
+        padded = own.new_full((self.total, *own.shape[1:]), filler)
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in range(self.split.ranks)]
+        dist.all_gather(parts, padded)
+        return torch.cat(parts)
+
+    @override
+    def keep(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        """Gather k and v [T_r, Hk, ...], and store them."""
+        if batch.pcp_rows is not None:
+            k, v = self.gathered_kv(k, v)
+        super().keep(k, v, layer, batch)
+
+    def gathered_kv(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of the rows of all ranks, in the order of the batch."""
+        of_k = self.gather(k, 0)[self.order]
+        return of_k, self.gather(v, 0)[self.order]
