@@ -7,6 +7,7 @@ that could run. torch tests its own collectives on this group (``torch.testing._
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _set_thread_isolation_mode
+from torch._C._distributed_c10d import _register_process_group, _set_thread_isolation_mode  # type: ignore[attr-defined]
 
 from attn_testkit.checks.failures import is_foreign
 from attn_testkit.environment import device_of_thread
@@ -37,7 +39,7 @@ CURE_OF_RANKS = (
 
 @dataclass
 class _Rank:
-    """Where a rank is."""
+    """State of a rank, and the collective in which it waits."""
 
     state: str = "ready"
     """``ready``, ``running``, ``waiting`` or ``done``."""
@@ -112,7 +114,7 @@ class RanksAsThreads:
 
     def __init__(self, ranks: int) -> None:
         self._worlds: list[Any] = [None] * ranks
-        self._store = dist.HashStore()
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
 
     def __call__(self, calls: Sequence[Callable[[], Any]], order: Sequence[int]) -> list[Any]:
         """Results of ``calls``, one for each rank. ``order``: ranks in the order of their first turns.
@@ -120,8 +122,8 @@ class RanksAsThreads:
         Raises the error of the first rank that raised one, and ``MissingRankError`` for a rank that did not come to a
         collective in which another one waits.
         """
-        from torch.testing._internal.distributed import multi_threaded_pg as threaded
-
+        # Untyped, and not needed before a backend communicates.
+        threaded: Any = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
         group = threaded.ProcessLocalGroup
         turns = _Turns(order, lambda: group.exception_handle(None))
         enter, grad, inference = device_of_thread(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -226,7 +228,8 @@ def _waited(turns: _Turns, collective: Any, call: Callable[[], Any]) -> Any:
 
 def _place() -> tuple[str, Site | None]:
     """The collective that is called, and the author's line that calls it."""
-    frame, name = sys._getframe(2), "a collective"
+    frame: FrameType | None = sys._getframe(2)
+    name = "a collective"
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         if frame.f_code.co_name != "wrapper" and frame.f_code.co_filename != __file__:
             name = frame.f_code.co_name

@@ -94,7 +94,7 @@ class RowRanks(AttentionBackend):
 
         def on_rank(instance: AttentionBackend, own: _OfRank) -> torch.Tensor:
             keys = (k, v) if all_keys else tuple(None if each is None else each[own.rows] for each in (k, v))
-            return instance.forward(q[own.rows], *keys, layer, own.batch, **named)  # type: ignore[arg-type]
+            return instance.forward(q[own.rows], *keys, layer, own.batch, **named)  # type: ignore[arg-type, call-arg]
 
         heads, dim = layer.tp_q_head_num, layer.v_head_dim
         whole = torch.empty(q.shape[0], heads, dim, dtype=self.context.dtype, device=self.context.device)
@@ -108,7 +108,7 @@ class RowRanks(AttentionBackend):
 
     def _on_ranks(self, batch: ForwardBatch, call: Callable[[AttentionBackend, _OfRank], Any]) -> list[Any]:
         pairs = zip(self.instances, self._each(batch), strict=True)
-        calls = [lambda instance=instance, own=own: call(instance, own) for instance, own in pairs]  # type: ignore[misc]
+        calls = [lambda instance=instance, own=own: call(instance, own) for instance, own in pairs]
         return self._run(calls, self._order)
 
     def _each(self, batch: ForwardBatch) -> list[_OfRank]:

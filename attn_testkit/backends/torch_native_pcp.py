@@ -77,7 +77,6 @@ class TorchNativePcpBackend(TorchNativeBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
-        *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Outputs of the rows of the rank, [T_r, Hq, Dv]."""

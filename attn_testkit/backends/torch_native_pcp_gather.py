@@ -35,7 +35,6 @@ class TorchNativePcpGatherBackend(TorchNativePcpBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
-        *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Outputs of the rows of the rank, [T_r, Hq, Dv]; ``k`` and ``v`` have these rows, too."""

@@ -1,7 +1,7 @@
 """``torch_native_state`` as one of R ranks of prefill context parallelism: a state passes from rank to rank.
 
-The class is the same: it begins from zeros only where ``has_initial_state`` says so, and stores the state of its last
-row.
+The class is the same: a request begins from zeros only if its ``has_initial_state`` is False, and the state after its
+last row is stored.
 """
 
 from __future__ import annotations

@@ -68,4 +68,4 @@ class RowSplit:
         inside = [
             (self.start(block, new_lens) <= row) & (row < self.start(block + 1, new_lens)) for block in self.blocks
         ]
-        return known & torch.stack(torch.broadcast_tensors(*inside)).any(0)
+        return known & (inside[0] | inside[-1])

@@ -46,7 +46,6 @@ class Noted(TorchNativePcpBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
-        *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if layer is self.context.layers[0]:

@@ -43,7 +43,7 @@ class RowRankBackend(DenseBackend):
 
     @property
     def split(self) -> RowSplit:
-        """The rows of the rank; all rows for an instance that is no rank."""
+        """The rows of the rank; all rows for an instance that is not a rank."""
         return self.context.row_split or RowSplit("blocks", 0, 1)
 
     @override
@@ -117,7 +117,7 @@ class StateRankParent(StateParent):
         return self.counts == 0
 
     def window_and_state(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is in the slots of the requests now."""
+        """Window and state that the slots of the requests hold now."""
         conv, temporal = self.pools(layer)
         return conv[self.index].clone(), temporal[self.index].clone()
 
