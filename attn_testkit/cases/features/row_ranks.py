@@ -9,6 +9,7 @@ from typing import Any
 from ...contract import ROW_ORDERS, Capabilities, ForwardMode, RowSplit
 from ...glossary import Entry
 from ..fields import Changes, Fields
+from ..traits import excluded
 from .feature import Asked, Bound, Columns, Covered, Draws, Feature, Trait, Without, Word, of_fields
 from .kv_splits import has_own_pools
 from .numbers import nearer_numbers
@@ -63,9 +64,9 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     orders = _orders(declared, so_far["rows"].mode)
-    others = so_far["layers"].groups or so_far["layers"].shapes or so_far["layers"].hybrid or so_far.get("kv_splits")
-    order = draws.one_of(["", *orders]) if orders and not others else ""
-    return {"row_ranks": f"{draws.number(2, _MOST_AT_RANDOM)}{order}" if order else ""}
+    order = draws.one_of(["", *orders]) if orders else ""
+    found = {"row_ranks": f"{draws.number(2, _MOST_AT_RANDOM)}{order}" if order else ""}
+    return {} if excluded(Fields(**{**so_far, **found})) else found
 
 
 def _eager_only(declared: Capabilities, case: Fields) -> str:
