@@ -37,7 +37,7 @@ class RowRankBackend(DenseBackend):
         precision={"dtypes": {"bf16"}},
         kv_pool=KVPools(kv_dtypes={"same", "fp8_e4m3"}, page_sizes={4, 16}),
         windows=Windows({ForwardMode.EXTEND}),
-        prefill_ranks=PrefillRanks(ROW_ORDERS),
+        prefill_ranks=PrefillRanks(frozenset(ROW_ORDERS)),
         server={"takes_requests_without_rows": True},
     )
 
@@ -125,7 +125,9 @@ class StateRankParent(StateParent):
 class GatheringRankBackend(RowRankBackend):
     """Healthy parent: gathers k and v of the rows of all ranks itself."""
 
-    capabilities = RowRankBackend.capabilities.with_changes(prefill_ranks=PrefillRanks(ROW_ORDERS, gathers=True))
+    capabilities = RowRankBackend.capabilities.with_changes(
+        prefill_ranks=PrefillRanks(frozenset(ROW_ORDERS), gathers=True)
+    )
 
     total: int
     """T: rows of all ranks."""
