@@ -16,7 +16,7 @@ _WRITES = "writes-own-kv"
 _TAKEN = r"rank \d of \d took its row \d+ of request \d for row -?\d+ of the prompt's new rows; it is row \d+"
 
 
-@fault("sglang #28463, #32098", _CHECKS, rf"{_TAKEN}: its rows are not the first ones", modes="extend",
+@fault("sglang #28463, #29161, #32098", _CHECKS, rf"{_TAKEN}: its rows are not the first ones", modes="extend",
        modelled="upstream the local positions turn the rows, here they mask them")  # fmt: skip
 class RowsOfRankFollowThePrefix(RowRankBackend):
     """The rows of a rank are counted from the end of the prefix, as if the rank computed the first rows."""
@@ -34,8 +34,8 @@ class RowsOfRankEndThePrompt(RowRankBackend):
         return new - self.split.lens(new) + index
 
 
-@fault("sglang #29161; vllm #28988", _CHECKS, rf"{_TAKEN}: its second block does not follow", modes="extend",
-       modelled="the real one puts blocks in another order; the parts of zigzag blocks are the same")  # fmt: skip
+@fault("general; two zigzag blocks under one causal mask", _CHECKS, rf"{_TAKEN}: its second block does not follow",
+       modes="extend")  # fmt: skip
 class SecondBlockFollowsTheFirst(RowRankBackend):
     """Both blocks of a rank are masked as one block of consecutive rows."""
 
@@ -113,7 +113,7 @@ class RankStoresItsOwnRows(RowRankBackend):
         self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc[own], k[own], v[own])
 
 
-@fault("sglang #27276; vllm-ascend #9724", _WRITES, "in the order of requests and positions", modes="extend",
+@fault("sglang #27276", _WRITES, "in the order of requests and positions", modes="extend",
        modelled="here all ranks but the first store the rows in this order")  # fmt: skip
 class RowsAreStoredInTheOrderOfRanks(RowRankBackend):
     """Gathered k and v are stored in the order of the ranks, as if that were the order of positions."""
@@ -168,7 +168,7 @@ class RankWithoutRowsSkipsTheGather(GatheringRankBackend):
             super().keep(k, v, layer, batch)
 
 
-@fault("sglang #29161", _WRITES, "in the order of requests and positions", modes="extend")
+@fault("general; a gather that is not put in order", _WRITES, "in the order of requests and positions", modes="extend")
 class GatheredRowsKeepTheOrderOfRanks(GatheringRankBackend):
     """Gathered k and v keep the order of the ranks, without the rows that filled up each part."""
 
