@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ from cuda_on_cpu import (
     note_launches,
     orderly_stream,
     peak_above,
+    present_policy,
 )
 from cuda_on_cpu import (
     compiled_regions_run as compiled_regions_run,
@@ -128,6 +129,15 @@ def launch_grids(most: tuple[int, int] | None = None) -> Iterator[list[tuple[str
         return
     with note_grids(most) as notes:
         yield notes
+
+
+def device_of_thread() -> Callable[[], AbstractContextManager[object]]:
+    """A function that makes a context in which another thread uses the device as this one does: the current stream, or
+    an emulation of the same policy."""
+    if (policy := present_policy()) is not None:
+        return lambda: emulated_cuda(policy)
+    stream = torch.cuda.current_stream()
+    return lambda: torch.cuda.stream(stream)
 
 
 def keep_device_busy(wanted: bool) -> Callable[[], None]:

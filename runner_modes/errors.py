@@ -36,6 +36,14 @@ class ContractError(Exception):
         """Advice to the author of the backend."""
 
 
+class MissingRankError(ContractError):
+    """Raised if ranks wait in a collective to which another rank does not come."""
+
+    def __init__(self, message: str, cure: str, site: tuple[str, int, str] | None) -> None:
+        super().__init__(message, cure)
+        self.site = site or ""  # type: ignore[assignment]
+
+
 class NoRoomError(Exception):
     """Raised if a case needs more memory than the machine has, so that it is not run here."""
 

@@ -15,6 +15,7 @@ import torch
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.features.kv_sharing import reader_and_owner
 from attn_testkit.cases.features.kv_splits import has_own_pools, splits_of
+from attn_testkit.cases.features.row_ranks import ranks_have_no_order, row_splits_of
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS, dialect_of, variant_of
 from attn_testkit.cases.features.server.wider_buffers import columns_behind
 from attn_testkit.cases.features.table import FEATURES
@@ -55,6 +56,7 @@ from .memory_use import MemoryUse
 from .pieces import Pieces
 from .pool_address import allocate_for
 from .ranks import Ranks
+from .row_ranks import RowRanks
 from .state_pools import load_states, with_states
 from .tables import Tables
 
@@ -135,10 +137,11 @@ def context_for(
 
     splits = splits_of(case)
     turns = PERIOD if case.layers.groups else 1
+    ranks = len(splits) if has_own_pools(case) else len(row_splits_of(case))
     # A rank is a group that has all layers.
     groups = (
-        tuple(group(rank, layers) for rank in range(len(splits)))
-        if has_own_pools(case)
+        tuple(group(rank, layers) for rank in range(ranks))
+        if ranks
         else tuple(group(index, layers[index::turns]) for index in range(turns))
     )
     return BackendContext(
@@ -282,11 +285,15 @@ class ServerHarness:
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         self.memory = MemoryUse()
         with self.memory.kept("persistent"), no_mode_left():
-            self.backend = (
-                Ranks(backend_class, self.context, reverse=self.ranks_in_reverse)
-                if has_own_pools(self.case)
-                else backend_class(self.context)
-            )
+            self.backend = self._backend(backend_class)
+
+    def _backend(self, backend_class: type[AttentionBackend]) -> AttentionBackend:
+        """An instance, or the instances of all ranks behind the interface of one."""
+        if has_own_pools(self.case):
+            return Ranks(backend_class, self.context, reverse=self.ranks_in_reverse)
+        if self.case.row_ranks:
+            return RowRanks(backend_class, self.context, self.case, reverse=self.ranks_in_reverse)
+        return backend_class(self.context)
 
     @property
     def pool(self) -> Watch:
@@ -302,8 +309,8 @@ class ServerHarness:
 
     @property
     def ranks_in_reverse(self) -> bool:
-        """True if ranks with their own pools run from the last to the first."""
-        return has_own_pools(self.case) and bool(self.case.derived("rank-order"))
+        """True if ranks run from the last to the first."""
+        return ranks_have_no_order(self.case) and bool(self.case.derived("rank-order"))
 
     @property
     def pads_with_nothing(self) -> bool:
@@ -327,7 +334,7 @@ class ServerHarness:
 
     def _tables_of(self, schedule: Schedule, step: Step) -> npt.NDArray[Any]:
         """Request table of each KV group, [G, rows, max_context_len]."""
-        if len(self.context.groups) == 1 or has_own_pools(self.case):
+        if len(self.context.groups) == 1 or has_own_pools(self.case) or self.case.row_ranks:
             return self.in_groups(schedule, step.req_to_token)
         windows = [layer.sliding_window_size for layer in self.context.layers]
         crosses = [layer.is_cross_attention for layer in self.context.layers]

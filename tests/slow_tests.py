@@ -147,6 +147,7 @@ SLOW: tuple[str, ...] = (
     "tests/running/test_random_states.py::test_numbers_that_were_drawn_are_no_change[",
     "tests/backends/test_triton_state.py::test_it_passes_in_each_mode[",
     "tests/front_ends/test_page_in_browser.py::test_the_filter_hides_and_shows_by_each_of_its_fields[",
+    "tests/runner_modes/test_running_row_ranks.py",
     "tests/runner_modes/test_running_ranks.py::test_each_rank_has_an_index_pool_with_the_index_keys_of_all_tokens",
     "tests/runner_modes/test_modes.py::test_all_modes_share_one_instance_and_replay_interleaved",
     "tests/cases/test_server_variants.py::test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits[",

@@ -16,7 +16,7 @@ from functools import lru_cache
 from ..contract import ROW_FORMATS, Execution, ForwardMode
 from ..contract.kv_layouts import OWN
 from .features.data_pattern import DATA
-from .features.kv_splits import has_own_pools
+from .features.row_ranks import ranks_have_no_order
 from .fields import Fields
 from .layers import TURNS
 
@@ -194,7 +194,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         "rank-order",
         "order in which ranks with pools of their own run",
         (Value("from rank 0 on"), Value("from the last rank on")),
-        has_own_pools,
+        ranks_have_no_order,
     ),
     # The scale of such a tile is 0 if it is computed like the others, and zeros are divided by it (aiter #4195).
     DerivedParameter(

@@ -97,6 +97,9 @@ class Fields:
     ``pagesR`` or ``tokensR`` for R ranks (``features/kv_splits.py``). Empty: no splits."""
     merged_by_backend: bool = False
     """True if the backend merges the splits; otherwise the kit merges them."""
+    row_ranks: str = ""
+    """Ranks among which the rows of each prompt are dealt, as ``3zigzag``: R and one of ``ROW_ORDERS``
+    (``features/row_ranks.py``). Empty: one instance computes all rows."""
     multi_mode: bool = False
     """True if graph runs of all declared modes share one backend instance and are interleaved."""
     variants: frozenset[str] = frozenset()

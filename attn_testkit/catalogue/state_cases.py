@@ -20,6 +20,7 @@ from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, ROLLBACKS
 from .array import array_of
+from .row_ranks import state_rank_cases
 from .state_columns import CHUNK, DRAWN, kinds_of, prompts, rollbacks_of, rollbacks_of_instances, with_softmax
 
 _LONG = ((0, 11), (2 * CHUNK + 1, 2 * CHUNK - 1))
@@ -52,6 +53,8 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         yield from islice(_multi_mode(declared, mode, first), 1)
     else:
         yield from _named(declared, mode, first)
+        for heads in kinds_of(declared):
+            yield from state_rank_cases(declared, _plain(declared, first, heads))
         yield from _continued(declared, mode, first)
         yield from _in_big_pools(declared, tier, first)
         yield from _multi_mode(declared, mode, first)

@@ -41,6 +41,7 @@ from .never_together import meeting_cases
 from .page_counts import page_count_cases
 from .pool_layouts import pool_layout_cases
 from .row_edges import row_edge_cases
+from .row_ranks import row_rank_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
 from .state_cases import state_cases, two_requests_with_states
@@ -127,6 +128,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, fou
         yield from full_context_cases(declared, base)
         yield from uniform_batch_cases(declared, base)
         yield from many_request_cases(declared, base)
+    yield from row_rank_cases(declared, base, tier)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode), found)

@@ -102,6 +102,8 @@ def _classify(
     raised = f"{place} raised {kind}: {message}"
     if kind in ("ShapeError", "ContractError"):
         return "output-contract", message, ""
+    if kind == "MissingRankError":
+        return "completes", f"{place}: {message}", ""
     if kind == "OutOfMemoryError":
         return "completes", f"{place}: {_asked_for(message)}", _FULL_HINT
     if kind == "DanglingMemoryError":
@@ -162,7 +164,7 @@ _NO_LENGTHS = "needs.cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and th
 def _reads_host_lengths(codes: Iterator[CodeType]) -> bool:
     """True if an author's function names a length on the host. Otherwise a None may be any value that is not set
     yet."""
-    own = (code for code in codes if not _foreign(code.co_filename))
+    own = (code for code in codes if not is_foreign(code.co_filename))
     return any(name.endswith("_cpu") or name == "seq_lens_sum" for code in own for name in _names_in(code))
 
 
@@ -248,7 +250,7 @@ def site_of(error: BaseException, phase: str = "") -> str:
         return site
     for candidate in _raised_first(error):
         for frame in reversed(traceback.extract_tb(candidate.__traceback__)):
-            if not _foreign(frame.filename):
+            if not is_foreign(frame.filename):
                 return _place(frame.filename, frame.lineno or 0, frame.name)
     return _called(error, phase)
 
@@ -291,7 +293,7 @@ def _called(error: BaseException, phase: str) -> str:
     for backend in _backends_in(error):
         function = inspect.getattr_static(backend, name, None) if name else None
         code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-        if isinstance(code, CodeType) and not _foreign(code.co_filename):
+        if isinstance(code, CodeType) and not is_foreign(code.co_filename):
             return _place(code.co_filename, code.co_firstlineno, code.co_name)
     return ""
 
@@ -314,7 +316,7 @@ _JUDGED = ("backends", "examples", "faults", "fakes")
 """Folders of the kit with code that an author of backends may look at."""
 
 
-def _foreign(filename: str) -> bool:
+def is_foreign(filename: str) -> bool:
     """True for frames that an author cannot fix: of torch, Triton, Python, generated code, and of the kit except its
     backends and examples.
     """

@@ -17,6 +17,7 @@ from .hybrid import writes_own_keys
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
 from .observation import Observation
 from .rank_writes import strays_of, writes_on_ranks
+from .replica_writes import different_of, writes_on_replicas
 
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
@@ -29,7 +30,7 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     Padding may write into page 0. ``page_size`` in slots. A slot held NaN before, which never equals its new value.
     """
     assert observed.inputs is not None
-    if observed.outside or len(strays_of(observed)):
+    if observed.outside or len(strays_of(observed)) or len(different_of(observed)):
         return False
     slots, rows = observed.written
     own = slots >= page_size
@@ -59,6 +60,8 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
         return []
     if has_own_pools(case):
         return writes_on_ranks(observed)
+    if case.row_ranks:
+        return writes_on_replicas(observed) or [_outside(observed)]
     pool_after = observed.pool_after
     got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
     differs = (got != want).flatten(3).any(-1)

@@ -18,7 +18,7 @@ def writes_on_ranks(observed: Observation) -> list[Finding]:
     strays = strays_of(observed).tolist()
     if strays:
         return [_stray(observed, strays)]
-    wrong = _wrong_slots(observed)
+    wrong = wrong_slots(observed)
     places = places_on_ranks(observed.schedule, observed.step)
     if not wrong:
         return [_between(observed)]
@@ -50,7 +50,7 @@ def _stray_rows(observed: Observation) -> torch.Tensor:
     return observed.copies.group("pool")["rows of strays"]
 
 
-def _wrong_slots(observed: Observation) -> list[int]:
+def wrong_slots(observed: Observation) -> list[int]:
     """Slots of the schedule whose contents are wrong: those of new tokens first, each in ascending order."""
     assert observed.inputs is not None
     slots, rows = observed.written

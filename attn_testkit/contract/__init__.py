@@ -23,9 +23,11 @@ from .layer_options import LayerOptions
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
 from .precision import DTYPES, FP8_PRODUCTS, Precision
+from .prefill_ranks import PrefillRanks
 from .promises import Needs, Promises
 from .requires import Requires
 from .row_format import LATENT_FORMATS, ROW_FORMATS, PackedRows, RowFormat
+from .row_split import ROW_ORDERS, RowSplit
 from .server_conventions import SGLANG, VLLM, ServerConventions
 from .spans import Spans
 from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
@@ -51,6 +53,7 @@ __all__ = [
     "LAYER_WINDOWS",
     "NON_CAUSAL_WINDOWS",
     "ROW_FORMATS",
+    "ROW_ORDERS",
     "SGLANG",
     "VLLM",
     "AttentionBackend",
@@ -83,9 +86,11 @@ __all__ = [
     "Needs",
     "PackedRows",
     "Precision",
+    "PrefillRanks",
     "Promises",
     "Requires",
     "RowFormat",
+    "RowSplit",
     "ServerConventions",
     "Snapshot",
     "Spans",

@@ -257,6 +257,9 @@ class ForwardBatch:
     index_cache_loc: torch.Tensor | None = None
     """[T] int64: slot of each new token in the index pool of a rank, which stores the index keys of all tokens. None,
     and absent from a replay's view, if index keys are in the slots of the KV pool."""
+    pcp_rows: torch.Tensor | None = None
+    """[T_r] int64: row, among those of all ranks, of each row of this rank, in a batch of prefill context parallelism
+    (``BackendContext.pcp_rank``); ascending. None if the instance computes all rows."""
     mm_prefix_range: list[list[tuple[int, int]]] | None = None
     """Bidirectional spans of each of ``batch_size`` requests, on the host: first and last position of each, both
     included, counted from the request's first token. Padded requests have none. None, and absent from a replay's view,

@@ -16,6 +16,7 @@ from .layer_options import LayerOptions
 from .merging import LogSumExp, refused_splits
 from .modes import Execution, ForwardMode
 from .precision import Precision
+from .prefill_ranks import PrefillRanks, refused_rows
 from .promises import Needs, Promises
 from .refusal import Refusal, modes_outside
 from .requires import Requires, written_requires
@@ -84,6 +85,9 @@ class Capabilities(Declared):
     lse: LogSumExp | None = None
     """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it is called. None: it
     returns no log-sum-exp."""
+    prefill_ranks: PrefillRanks | None = None
+    """Ways in which the rows of a prompt may be dealt among ranks (prefill context parallelism), in extend. None: an
+    instance computes all rows of its prompts."""
     needs: Needs = field(default_factory=Needs)
     """Needs of the backend. A backend that needs less can do more."""
     requires: Requires = field(default_factory=Requires)
@@ -97,6 +101,7 @@ class Capabilities(Declared):
             raise ValueError(f"Capabilities.lse must be a LogSumExp, got {self.lse!r}; write LogSumExp(base='e', ...)")
         if not isinstance(self.sparse, Sparse | None):
             raise ValueError(f"Capabilities.sparse must be a Sparse, got {self.sparse!r}; write Sparse(topk={{2048}})")
+        self._check_prefill_ranks()
         self._check_row_formats()
         if self.sparse is not None:
             self._check_sparse(self.sparse)
@@ -106,6 +111,24 @@ class Capabilities(Declared):
             raise ValueError(
                 "Capabilities declare target-verify, and bounds.max_topk=0 declares no draft tree; write max_topk=1 "
                 "for chains, max_topk=K for trees of up to K children per node, or leave target-verify out"
+            )
+
+    def _check_prefill_ranks(self) -> None:
+        ranks = self.prefill_ranks
+        if not isinstance(ranks, PrefillRanks | None):
+            raise ValueError(
+                f"Capabilities.prefill_ranks must be a PrefillRanks, got {ranks!r}; write PrefillRanks({{'zigzag'}})"
+            )
+        if ranks is None:
+            return
+        if ForwardMode.EXTEND not in self.eager:
+            raise ValueError("Capabilities.prefill_ranks deals the rows of prompts; add 'extend' to eager")
+        if self.sparse is not None:
+            raise ValueError("Capabilities declare sparse and prefill_ranks, but no case combines them; leave one out")
+        if self.state is not None and (ranks.orders != {"blocks"} or ranks.gathers):
+            raise ValueError(
+                "Capabilities declare state and prefill_ranks: a state passes from rank to rank, so each has one block "
+                "of consecutive rows; write PrefillRanks({'blocks'})"
             )
 
     def _check_row_formats(self) -> None:
@@ -194,6 +217,7 @@ class Capabilities(Declared):
         yield from refused_splits(self.lse, context)
         yield from refused_selections(self.sparse, context)
         yield from refused_states(self.state, context)
+        yield from refused_rows(self.prefill_ranks, context)
 
     def offers(self, mode: ForwardMode, execution: Execution) -> bool:
         """Return True if this mode is declared in this execution."""

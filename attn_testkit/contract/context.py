@@ -15,6 +15,7 @@ from .kv_pool import KVPool
 from .kv_split import KVSplit
 from .layer import AttentionLayer, HeadShape
 from .modes import ForwardMode
+from .row_split import RowSplit
 from .state_pool import StateContext
 
 __all__ = ["BackendContext"]
@@ -96,6 +97,9 @@ class BackendContext:
     ``none``: no batch has one."""
     state: StateContext | None = None
     """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
+    row_split: RowSplit | None = None
+    """Rows of each prompt that this instance computes, as one of ``pcp_world_size`` ranks that each have all keys in a
+    pool of their own. None: all rows."""
 
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
@@ -145,6 +149,30 @@ class BackendContext:
         """I: number of consecutive tokens of a request on one rank; 1 without ranks. It may be larger or smaller than a
         page, and need not divide it."""
         return max([1, *(split.interleave for split in self.kv_splits if split.own_pool)])
+
+    @property
+    def pcp_rank(self) -> int:
+        """Rank of this instance in prefill context parallelism, 0 .. ``pcp_world_size`` - 1; 0 without it.
+
+        A server deals the new rows of each prompt among R ranks (``RowSplit``). A rank is an instance with a separate
+        pool and slots, which stores k and v of all rows and attends with its own rows. ``q`` and the output have the
+        T_r rows of the rank, and so have the batch's ``input_ids`` and ``positions``. ``extend_seq_lens``, its list on
+        the host, ``extend_num_tokens``, ``extend_start_loc`` and ``query_start_loc`` count these rows, of which a
+        request or a batch may have none.
+        ``k``, ``v`` and ``out_cache_loc`` have the T rows of all ranks in the order of requests and positions (with
+        ``PrefillRanks.gathers`` ``k`` and ``v`` have the T_r rows of the rank). ``seq_lens`` and ``extend_prefix_lens``
+        are the same on all ranks: keys of a request with and without those of the step.
+
+        A layer that keeps a state gets the T_r rows of the rank, and continues the state that the rank before it left
+        in the request's slot. ``batch.state.has_initial_state`` is False only if no token precedes these rows. All
+        ranks get one pool of states, as if each had received the state of the rank before it.
+        """
+        return self.row_split.rank if self.row_split else 0
+
+    @property
+    def pcp_world_size(self) -> int:
+        """R: number of ranks among which the rows of prompts are dealt; 1 without prefill context parallelism."""
+        return self.row_split.ranks if self.row_split else 1
 
     @property
     def causal(self) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from attn_testkit.checks.failures import (
-    _foreign,
     context_lost,
     device_full,
     first_line,
     from_exception,
+    is_foreign,
     reason_of,
     site_of,
 )
@@ -378,7 +378,7 @@ def test_a_message_of_any_length_is_cut_and_says_by_how_much() -> None:
     ],
 )
 def test_frames_that_an_author_cannot_mend_are_passed_over(path: str, foreign: bool) -> None:
-    assert _foreign(path.replace("KIT/", folder_of(KIT)).replace("CORPUS/", folder_of(CORPUS))) is foreign
+    assert is_foreign(path.replace("KIT/", folder_of(KIT)).replace("CORPUS/", folder_of(CORPUS))) is foreign
 
 
 class Planned(AttentionBackend):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from attn_testkit.backends.torch_native_pcp import TorchNativePcpBackend
 from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
 from attn_testkit.backends.torch_native_sparse_ranks import TorchNativeSparseRanksBackend
+from attn_testkit.backends.torch_native_state_pcp import TorchNativeStatePcpBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.features.kv_splits import has_own_pools
 from attn_testkit.contract import AttentionBackend, ForwardMode
@@ -23,6 +25,20 @@ def test_random_cases_of_ranks_can_be_read_again(mode: ForwardMode, backend: typ
     def read(case: Case) -> None:
         assert parse_case(case.id) == case
         seen.append(has_own_pools(case))
+
+    read()
+    assert any(seen)
+
+
+@pytest.mark.parametrize("backend", [TorchNativePcpBackend, TorchNativeStatePcpBackend])
+def test_random_prompts_whose_rows_are_dealt_can_be_read_again(backend: type[AttentionBackend]) -> None:
+    seen: list[bool] = []
+
+    @settings(max_examples=60, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(random_cases(backend.capabilities, ForwardMode.EXTEND))
+    def read(case: Case) -> None:
+        assert parse_case(case.id) == case
+        seen.append(bool(case.row_ranks))
 
     read()
     assert any(seen)

@@ -17,6 +17,7 @@ from ...steps.schedule import Schedule, Step
 from ...watches.group_watch import GroupWatch
 from ...watches.pool_watch import PoolWatch
 from ...watches.rank_watch import RankWatch
+from ...watches.replica_watch import ReplicaWatch
 from ...watches.spread_watch import SpreadWatch
 from ..family import Memory, Noted, Stored, Watch
 
@@ -28,6 +29,8 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
         return SpreadWatch(context.kv_pool, schedule)
     if has_own_pools(case):
         return RankWatch(context.kv_groups)
+    if case.row_ranks:
+        return ReplicaWatch(context.kv_groups)
     if context.kv_groups:
         return GroupWatch(context.kv_groups, context.device, case.head_maps)
     return PoolWatch(context.kv_pool, case.head_maps)
@@ -51,8 +54,16 @@ def _stored(data: StepData) -> Stored:
     return Stored(*new_kv(data))
 
 
-def _strays(watch: Watch, found: Sequence[npt.NDArray[np.uint8]]) -> Mapping[str, Noted]:
-    """Writes to slots of a rank that belong to none of its keys."""
+def _of_ranks(watch: Watch, found: Sequence[npt.NDArray[np.uint8]]) -> Mapping[str, Noted]:
+    """Writes to slots of a rank that belong to none of its keys, or rows that ranks with all keys hold differently."""
+    if isinstance(watch, ReplicaWatch):
+        at, rows, shape = watch.different()
+        if not len(at):
+            return {}
+        return {
+            "different": (torch.int64, at.shape, at.reshape(-1).view(np.uint8)),
+            "rows of different": (watch.bits, shape, rows),
+        }
     if not isinstance(watch, RankWatch):
         return {}
     at, rows, shape = watch.strays()
@@ -62,4 +73,4 @@ def _strays(watch: Watch, found: Sequence[npt.NDArray[np.uint8]]) -> Mapping[str
     }
 
 
-KV_POOL = Memory(watch=_watch, held=_held, image=pool_image, stored=_stored, due=_due, noted=_strays)
+KV_POOL = Memory(watch=_watch, held=_held, image=pool_image, stored=_stored, due=_due, noted=_of_ranks)

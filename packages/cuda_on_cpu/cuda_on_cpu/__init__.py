@@ -30,7 +30,7 @@ from cuda_on_cpu.errors import (
 from cuda_on_cpu.installation import compiled_regions_run
 from cuda_on_cpu.launch_log import note_grids, note_launches
 from cuda_on_cpu.policy import LIMITS, Policy
-from cuda_on_cpu.session import is_active
+from cuda_on_cpu.session import is_active, present_policy
 from cuda_on_cpu.streams import orderly_stream
 from cuda_on_cpu.tags import DEVICE
 from cuda_on_cpu.triton_bounds import confine
@@ -57,5 +57,6 @@ __all__ = [
     "note_launches",
     "orderly_stream",
     "peak_above",
+    "present_policy",
     "scratch",
 ]

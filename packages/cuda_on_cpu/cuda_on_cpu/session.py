@@ -324,6 +324,11 @@ def install(session: Session | None) -> None:
     _local.session = session
 
 
+def present_policy() -> Policy | None:
+    """The policy of this thread's emulation, with which it can begin in another thread, too; None outside."""
+    return None if _local.session is None else _local.session.policy
+
+
 def is_active() -> bool:
     """True if this thread is inside `emulated_cuda()`."""
     return _local.session is not None
