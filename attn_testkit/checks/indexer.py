@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ..cases.case import Case
@@ -40,6 +42,7 @@ def selections_shown(case: Case) -> bool:
     return case.indexer is not None and not case.indexer.fused
 
 
+@lru_cache(maxsize=1)  # large; three checks of a step ask
 def _memory(observed: Observation) -> tuple[torch.Tensor, torch.Tensor]:
     """The index pool before and after a step, [layers with index keys, pages, 64 * 132] uint8; those of rank 0 come
     before those of rank 1, and so on."""
@@ -203,6 +206,7 @@ def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: 
     return ""
 
 
+@lru_cache(maxsize=1)
 def _selected(comparison: Comparison) -> Selected | None:
     observed = comparison.observed
     group = observed.copies.group("selected")

@@ -71,10 +71,10 @@ class Selected:
     def scores(self, layer: int, *, unit: float = 0.0, mistake: str = "") -> Iterator[RowScores]:
         """Scores of the rows of a layer, with the keys that the pool holds. ``mistake``: one of those below."""
         buffer = self.memory[index_layers(self.observed.schedule.case).index(layer)]
-        keys, scales = keys_of(buffer).flatten(0, 1).double(), scales_of(buffer).flatten().double()
+        keys, scales = keys_of(buffer).flatten(0, 1), scales_of(buffer).flatten().double()
         if mistake == "token by token":
             rows = buffer.view(-1, INDEX_WIDTH + 4)
-            keys = rows[:, :INDEX_WIDTH].contiguous().view(torch.float8_e4m3fn).double()
+            keys = rows[:, :INDEX_WIDTH].contiguous().view(torch.float8_e4m3fn)
             scales = rows[:, INDEX_WIDTH:].contiguous().view(torch.float32)[:, 0].double()
         elif mistake == "no scale":
             scales = torch.ones_like(scales)

@@ -57,16 +57,22 @@ def _after(observed: Observation) -> _After | None:
     if data is None or not observed.step.requests:
         return None
     observed = observed.of_family("recurrent")
-    slots = torch.tensor([end.slot for end in data.ends])
-    rows = observed.pool[:, 0, slots, 0]
-    unwritten, start = ~torch.isin(slots, observed.written[0]), start_of(data)
+    slots, (changed, held) = torch.tensor([end.slot for end in data.ends]), observed.written
+    unwritten, start = ~torch.isin(slots, changed), start_of(data)
+    # An image of the whole pool takes longer than all else here.
+    rows = observed.pool[:, 0, slots, 0] if unwritten.any() else held[:, 0, torch.searchsorted(changed, slots), 0]
     owner = [end.request for end in data.ends]
     before = Start(start.states[:, owner], start.walk[:, owner], start.windows[:, owner])
     return _After(data, *from_rows(rows, data), recur(data), unwritten, before)
 
 
-def _ratios(after: _After) -> torch.Tensor:
-    """Error over limit of each row of a state, its norm and its largest element, [L, E, Hv, V]; NaN is infinite."""
+@lru_cache(maxsize=2)
+def _ratios(observed: Observation) -> torch.Tensor | None:
+    """Error over limit of each row of a state, its norm and its largest element, [L, E, Hv, V]; NaN is infinite. None
+    where ``_after`` is."""
+    after = _after(observed)
+    if after is None:
+        return None
     error = after.states.double() - after.want.states
     worst = torch.maximum(torch.linalg.vector_norm(error, dim=-1), error.abs().amax(-1))
     return (worst / after.want.state_limit).nan_to_num(torch.inf, torch.inf)
@@ -74,8 +80,8 @@ def _ratios(after: _After) -> torch.Tensor:
 
 def state_margin(comparison: Comparison) -> float:
     """Largest error over limit of the states after a step; 0 for cases without states."""
-    after = _after(comparison.observed)
-    return float(_ratios(after).max()) if after is not None else 0.0
+    ratios = _ratios(comparison.observed)
+    return 0.0 if ratios is None else float(ratios.max())
 
 
 def _who(after: _After, end: int) -> str:
@@ -271,10 +277,9 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
 
 def state_matches_oracle(observed: Observation, case: Case) -> list[Finding]:
     """Check that every row of own states is within its limit."""
-    after = _after(observed)
-    if after is None:
+    after, ratios = _after(observed), _ratios(observed)
+    if after is None or ratios is None:
         return []
-    ratios = _ratios(after)
     wrong = ratios > 1
     if not wrong.any():
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -160,8 +161,9 @@ def _drawn(schedule: Schedule, step: Step) -> IndexData:
     )
 
 
+@lru_cache(maxsize=2)  # large; each check asks, and so does a step that is repeated at once
 def index_memory(schedule: Schedule, step: Step, *, after: bool) -> torch.Tensor:
-    """[layers with index keys, pages, 64 * 132] uint8: the index pool before or ``after`` a step.
+    """[layers with index keys, pages, 64 * 132] uint8: the index pool before or ``after`` a step. Not to be written.
 
     Keys and scales of tokens that no live request owns are NaN.
     """

@@ -49,7 +49,7 @@ def row_scores(
     relu: bool = True,
     gates: bool = True,
 ) -> Iterator[RowScores]:
-    """Score the keys that each row may see. ``keys`` [S, 128] and ``scales`` [S] float64 by slot.
+    """Score the keys that each row may see. ``keys`` [S, 128], FP8 or float64, and ``scales`` [S] float64 by slot.
 
     ``unit``: rounding of the sums; 0 for data whose scores are exact. ``relu`` or ``gates`` False: mistakes, whose
     scores explain a wrong selection.
@@ -57,7 +57,7 @@ def row_scores(
     q, weights = index.q[layer].double(), index.weights[layer].double()
     for request, slots in enumerate(index.slots):
         rows = (data.row_request == request).nonzero()[:, 0]
-        own, own_scales = keys[slots], scales[slots]
+        own, own_scales = keys[slots].double(), scales[slots]
         gate = weights[rows] if gates else torch.ones_like(weights[rows])
         products = q[rows] @ own.T
         scores = torch.einsum("thn,th->tn", products.relu() if relu else products, gate) * own_scales
