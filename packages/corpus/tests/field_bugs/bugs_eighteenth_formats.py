@@ -141,6 +141,7 @@ class ValuesAsWideAsKeys(ReadsByOffset):
 
 
 # 36, rMLX #374: ``code_float = raw - 2^(bits-1)`` from 8,192 keys on.
+@bug("rMLX #374", "decode-mha2-d32-bf16-p1-k16500.70-shuffled-gauss-kvint4group8-layers1from0-b2prod")
 class OtherZeroOfLong(TorchNativeFormatsBackend):
     """In a decode of 8,192 keys and more, numbers of 4 bits of V have another zero."""
 
