@@ -123,7 +123,7 @@ class FarInt4HasAnotherZero(RowFormatsBackend):
         eager={"decode"},
         graph=(),
         heads={"families": {"mqa"}, "gqa_ratios": {4}, "head_dims": {64}},
-        kv_pool={"kv_dtypes": {"int4_group8"}, "page_sizes": {16}},
+        kv_pool={"kv_dtypes": {"same", "int4_group8"}, "page_sizes": {16}},
         windows=(),
         options={"logit_cap": False, "sinks": False},
         bounds={"max_topk": 0, "max_context_len": 1 << 15},
