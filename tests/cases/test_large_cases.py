@@ -122,10 +122,15 @@ def test_many_heads_are_declared_ones_next_to_the_number(
 
 
 @pytest.mark.parametrize(
-    ("backend", "far"),
-    [(TorchNativeBackend, 65_536), (TorchNativeFormatsBackend, 16_384), (TorchNativeSparsePackedBackend, 8_192)],
+    ("backend", "far", "mode"),
+    [
+        (TorchNativeBackend, 65_536, ForwardMode.DECODE),
+        (TorchNativeBackend, 65_536, ForwardMode.EXTEND),
+        (TorchNativeFormatsBackend, 16_384, ForwardMode.DECODE),
+        (TorchNativeFormatsBackend, 16_384, ForwardMode.EXTEND),
+        (TorchNativeSparsePackedBackend, 8_192, ForwardMode.DECODE),
+    ],
 )
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 def test_core_has_a_long_request_in_each_dtype_of_the_pool(
     backend: type[AttentionBackend], far: int, mode: ForwardMode
 ) -> None:
