@@ -1,23 +1,26 @@
 """Large cases: more requests times heads, and more rows, than fit one dimension of a CUDA grid; as many keys as in long
-contexts; a large batch of long requests for backends that declare batch invariance; and batch sizes on both sides of
-those at which a backend declares that its kernel changes.
+contexts, in each dtype of the KV pool; a large batch of long requests for backends that declare batch invariance; and
+batch sizes on both sides of those at which a backend declares that its kernel changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads
 from ..cases.features.rows import most_rows
 from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
-from ..contract import Capabilities, ForwardMode
+from ..contract import ROW_FORMATS, Capabilities, ForwardMode
 
 _GRID = 65_535
 """The largest y and z of a grid: a launch with more fails, and its outputs keep their old contents (sglang #34941)."""
 _KEYS = 130_900
 """Keys before the step in a context of 131,072 tokens; the other tokens are new."""
+_FAR, _FAR_OF_FORMATS, _FAR_OF_WIDE = 66_000, 16_500, 8_300
+"""Keys of a request in each dtype of the pool. Rows of a format are unpacked, and those of MLA have 576 numbers each:
+more keys take a minute without a device."""
 _MANY_HEADS, _MOST_HEADS = 32, 128
 _ROWS = 65
 _PREFIXES = (1, 3, 9)
@@ -45,6 +48,26 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
         new = (rows,) * (_GRID // rows + 1)
         heads = Heads("mha", 1, 1) if "mha" in declared.heads.families else small.heads
         yield one.of_requests((1,) * len(new), rows=Extend(new, room_for(new)), heads=heads)
+
+
+def far_cases(declared: Capabilities, small: Case, found: Sequence[Case]) -> Iterator[Case]:
+    """Cases of decode and extend with a long request in each dtype of the KV pool but that of ``small``, of which other
+    cases are as long: a kernel for one dtype may change with the number of keys (rMLX #374 from 8,192 on). ``found``:
+    cases of the array, of which one has heads for which there are such rows.
+    """
+    if small.mode not in (ForwardMode.DECODE, ForwardMode.EXTEND):
+        return
+    for kv_dtype in sorted(declared.kv_pool.kv_dtypes - {small.kv_dtype}):
+        alike = [case for case in found if case.kv_dtype == kv_dtype]
+        if not alike:
+            continue
+        like = min(alike, key=lambda case: case.heads.q_heads * case.head_dim)
+        shape = {name: getattr(like, name) for name in ("heads", "head_dim", "rope_dim", "dtype", "kv_dtype")}
+        wide = like.heads.layout.wide_rows
+        if wide and small.mode is ForwardMode.EXTEND:
+            continue  # other cases count every key of requests of 4,096 keys, and none is longer
+        far = _FAR_OF_WIDE if wide else _FAR_OF_FORMATS if kv_dtype in ROW_FORMATS else _FAR
+        yield small.of_requests((far, 70), layers=Layers(1), layout="shuffled", data="gauss", **shape)
 
 
 def too_large_for_a_cpu(case: Case) -> bool:

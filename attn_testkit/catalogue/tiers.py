@@ -33,7 +33,7 @@ from .full_contexts import full_context_cases
 from .indexer_cases import indexer_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
 from .kv_splits import split_cases
-from .large_cases import batch_mates_cases, large_cases, switch_cases
+from .large_cases import batch_mates_cases, far_cases, large_cases, switch_cases
 from .layer_cases import layer_cases, shaped_cases
 from .many_requests import many_request_cases
 from .named import named_cases, named_from, smallest_of, verify_loop_cases, without_options_of
@@ -120,6 +120,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, fou
         yield from row_edge_cases(declared, tier, base)
         yield from three_kv_heads_cases(declared, base)
         yield from large_cases(declared, tier, base)
+        yield from far_cases(declared, base, found)
         yield from page_count_cases(declared, base)
         yield from batch_mates_cases(declared, base)
         yield from declared_pair_cases(declared, base)

@@ -9,13 +9,15 @@ import pytest
 
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
+from attn_testkit.backends.torch_native_sparse import TorchNativeSparsePackedBackend
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.co_residents import many_heads
 from attn_testkit.cases.nearest_declared import nearest_declared
 from attn_testkit.catalogue.large_cases import large_cases, too_large_for_a_cpu
 from attn_testkit.catalogue.named import named_from, smallest_of, without_options_of
 from attn_testkit.catalogue.tiers import generate, within_declared
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
 
 GRID = 65_535
 """What CUDA's programming guide gives as the largest y and z of a grid."""
@@ -117,3 +119,23 @@ def test_many_heads_are_declared_ones_next_to_the_number(
     ropes = {64} if "mla" in families else CAPABILITIES.heads.mla_rope_dims
     declared = CAPABILITIES.with_changes(heads={"families": families, "gqa_ratios": ratios, "mla_rope_dims": ropes})
     assert many_heads(declared, like, most) == heads
+
+
+@pytest.mark.parametrize(
+    ("backend", "far", "mode"),
+    [
+        (TorchNativeBackend, 65_536, ForwardMode.DECODE),
+        (TorchNativeBackend, 65_536, ForwardMode.EXTEND),
+        (TorchNativeFormatsBackend, 16_384, ForwardMode.DECODE),
+        (TorchNativeFormatsBackend, 16_384, ForwardMode.EXTEND),
+        (TorchNativeSparsePackedBackend, 8_192, ForwardMode.DECODE),
+    ],
+)
+def test_core_has_a_long_request_in_each_dtype_of_the_pool(
+    backend: type[AttentionBackend], far: int, mode: ForwardMode
+) -> None:
+    declared = backend.capabilities
+    longest = dict.fromkeys(declared.kv_pool.kv_dtypes, 0)
+    for case in generate(declared, mode, "core"):
+        longest[case.kv_dtype] = max(longest[case.kv_dtype], *case.prefixes)
+    assert min(longest.values()) > far

@@ -240,6 +240,13 @@ def test_one_row_before_the_last_says_nothing() -> None:
     assert last_rows_right(evidence(two, out, attended=attended(two, 0)))
 
 
+def test_a_request_without_rows_is_neither_right_nor_wrong() -> None:
+    none = schedule_of("extend-gqa2x2-d32-fp32-p4-k5.9.7-n3a3.0.3-shuffled-gauss-b3prod")
+    out = right(none)
+    out[:, [0, 1, 3, 4]] += 9.0
+    assert last_rows_right(evidence(none, out, attended=attended(none, 0)))
+
+
 WINDOW = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.3.21-shuffled-gauss-w4one-b4prod")
 
 

@@ -56,7 +56,10 @@ def rows_before_the_last(e: Evidence) -> int:
     """Number of wrong rows, if they are all rows but the last one of each wrong request; 0 if they are not."""
     data, wrong, shown = e.expected.data, set(e.rows), 0
     for request in range(e.step.bs):
-        *before, last = (data.row_request == request).nonzero().flatten().tolist()
+        rows = (data.row_request == request).nonzero().flatten().tolist()
+        if not rows:
+            continue  # a request of an extend may have no new row
+        *before, last = rows
         if last in wrong or (request in e.wrong and not wrong.issuperset(before)):
             return 0
         shown += len(before) * (request in e.wrong)

@@ -12,6 +12,7 @@ from .row_formats import RowFormatsBackend
 
 _ALL = tuple(mode for mode in ForwardMode if mode is not ForwardMode.DRAFT_DECODE)
 _PER_TOKEN_HEAD = {"int8_per_token_head", "fp8_per_token_head", "int8_per_token_head_apart"}
+_FAR = 8192
 _BLOCKS = {"nvfp4", "fp4_mx_block16", "int4_group8"}
 """Formats of two numbers to a byte, and a scale per block."""
 
@@ -106,6 +107,39 @@ class Int4WithoutSign(RowFormatsBackend):
 
     def signed(self, codes: torch.Tensor) -> torch.Tensor:
         return codes
+
+
+@fault(
+    "rMLX #374",
+    "matches-oracle",
+    modes="decode",
+    executions="eager",
+    modelled="one format in one mode, without the threads that also index too few rows",
+)
+class FarInt4HasAnotherZero(RowFormatsBackend):
+    """Integers of 4 bits of V are read as codes above a zero of 8 in requests of 8,192 keys and more."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        eager={"decode"},
+        graph=(),
+        heads={"families": {"mqa"}, "gqa_ratios": {4}, "head_dims": {64}},
+        kv_pool={"kv_dtypes": {"same", "int4_group8"}, "page_sizes": {16}},
+        windows=(),
+        options={"logit_cap": False, "sinks": False},
+        bounds={"max_topk": 0, "max_context_len": 1 << 15},
+    )
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        self.far = meta.kv_lens >= _FAR
+        return super().attend(q, layer, meta)
+
+    def part(self, part: int, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
+        self.of_values = part == 1
+        return super().part(part, layer, slots)
+
+    def signed(self, codes: torch.Tensor) -> torch.Tensor:
+        right = super().signed(codes)
+        return torch.where(self.far.view(-1, 1, 1, 1), codes - 8, right) if self.of_values else right
 
 
 @fault(
