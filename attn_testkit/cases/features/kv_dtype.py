@@ -17,19 +17,21 @@ from .server.unused_scales import UNUSED_SCALES
 def _layers(case: Fields) -> Sequence[Changes]:
     own = SETTINGS[: case.layers.count]
     kind = ROW_FORMATS[case.kv_dtype].layer_scale if case.kv_dtype in ROW_FORMATS else "tensor"
+    queries: list[Changes] = [{"q_scale": each.q_scale} if case.kv_dtype != "same" else {} for each in own]
     if (case.kv_dtype == "same" and UNUSED_SCALES not in case.variants) or kind == "none":
-        return [{} for _ in own]
+        return queries
     if kind == "head":
         # Scales at capture are 1; each step has its own (``steps/data.py``).
         ones = torch.ones(case.heads.kv_heads)
-        return [{"k_head_scales": ones, "v_head_scales": ones} for _ in own]
+        return [{**of, "k_head_scales": ones, "v_head_scales": ones} for of in queries]
     by = _ABOVE_SCALES_OF_BLOCKS if case.kv_dtype in ROW_FORMATS else 1.0
     return [
         {
+            **of,
             "k_scale": each.k_scale * by,
             "v_scale": (each.k_scale if case.heads.layout.values_in_keys else each.v_scale) * by,
         }
-        for each in own
+        for each, of in zip(own, queries, strict=True)
     ]
 
 
