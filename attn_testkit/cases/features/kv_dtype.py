@@ -120,6 +120,20 @@ KV_DTYPE = Feature(
             page="how-to/kv-formats.md",
         ),
         Entry(
+            "kvint8zerospertokenhead",
+            "Rows of the KV pool are numbers of 8 bits without a sign. Their float32 scales and zeros, per token and "
+            "KV head, have memory of their own.",
+            also=("int8_zeros_per_token_head", "asymmetric quantization", "zero point"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvint4zerospertokenhead",
+            "Rows of the KV pool are numbers of 4 bits without a sign: the first half of a row in the lower halves of "
+            "its bytes. Their float32 scales and zeros, per token and KV head, have memory of their own.",
+            also=("int4_zeros_per_token_head",),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
             "kvnvfp4",
             "Rows of the KV pool are FP4 (e2m1) numbers, two to a byte, with an e4m3 scale for each 16 of "
             "them and a scale per layer.",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer
 
 from .catalogue import control
+from .g_zeros import ZerosBackend
 from .parent import Metadata
 from .row_formats import RowFormatsBackend
 
@@ -44,6 +46,20 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
             held = codes.clamp(-largest, largest).to(numbers.dtype).view(torch.uint8)
             numbers.view(torch.uint8).index_put_(at, held)
             planes["scales"].index_put_(at, scale)
+
+
+@control()
+class RowsWithAScaleAndAZero(ZerosBackend):
+    """Numbers without a sign are stored by the backend itself, rounded half up (LMDeploy, `fill_kv_cache`)."""
+
+
+@control()
+class ZerosInTheSecondProduct(ZerosBackend):
+    """Numbers times scales and zeros times scales are rounded to bf16 apart from each other, where both are exact."""
+
+    @override
+    def without_zeros(self, numbers: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        return numbers.bfloat16().float() - zeros
 
 
 @control()
