@@ -21,6 +21,7 @@ __all__ = [
     "FP4",
     "HALVES",
     "INT4",
+    "INTEGER_TIES",
     "LARGEST",
     "LATENT_FORMATS",
     "POWER_OF_TWO",
@@ -49,6 +50,9 @@ POWER_OF_TWO = torch.float8_e8m0fnu
 """Dtype of a plane of scales that are bytes: the exponent of a power of two, plus 127."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0, INT4: 7.0, torch.uint8: 255.0, UINT4: 15.0}
 """Largest number of a dtype that has scales."""
+INTEGER_TIES = ("", "even", "away")
+"""Values of ``KVPools.integer_ties``."""
+_SIGNED = frozenset({torch.int8, INT4})
 RANGE, ZERO = "range", "zero"
 """Rules of a scale and of a zero of numbers without a sign."""
 _UNSIGNED = frozenset({torch.uint8, UINT4})
@@ -68,8 +72,9 @@ def in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
     return numbers.reshape(*numbers.shape[:-1], -1, tile or numbers.shape[-1])
 
 
-def codes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8. Numbers of 4 bits get one byte each."""
+def codes_of(numbers: torch.Tensor, dtype: torch.dtype, ties: str = "even") -> torch.Tensor:
+    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8. Numbers of 4 bits get one byte each.
+    ``ties``: of signed integers."""
     if dtype == FP4:
         # No table: a tensor of constants would be a copy from the host.
         size = numbers.abs()
@@ -79,16 +84,20 @@ def codes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype in _UNSIGNED:
         return numbers.clamp(0, largest).round().to(torch.uint8)
     numbers = numbers.clamp(-largest, largest)
-    if dtype == INT4:
-        return numbers.round().to(torch.int8).view(torch.uint8) & 15
-    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype).view(torch.uint8)
+    if dtype in _SIGNED:
+        numbers = (
+            (numbers + torch.full_like(numbers, 0.5).copysign(numbers)).trunc() if ties == "away" else numbers.round()
+        )
+        codes = numbers.to(torch.int8).view(torch.uint8)
+        return codes & 15 if dtype == INT4 else codes
+    return numbers.to(dtype).view(torch.uint8)
 
 
 def _bytes_of(numbers: torch.Tensor, plane: Plane) -> torch.Tensor:
     """[..., bytes] uint8: ``numbers`` [..., n] in the dtype of a plane."""
     dtype = plane.dtype
     if dtype in HALVES:
-        codes = codes_of(numbers.float(), dtype)
+        codes = codes_of(numbers.float(), dtype, plane.halfway)
         if plane.split:
             first, second = codes.chunk(2, -1)
             return first + second * 16
@@ -96,7 +105,7 @@ def _bytes_of(numbers: torch.Tensor, plane: Plane) -> torch.Tensor:
     if dtype == POWER_OF_TWO:
         return (numbers.float().view(torch.int32) >> 23).to(torch.uint8)
     if dtype in LARGEST:
-        return codes_of(numbers.float(), dtype).contiguous()
+        return codes_of(numbers.float(), dtype, plane.halfway).contiguous()
     return numbers.to(dtype).contiguous().view(torch.uint8)
 
 
@@ -139,9 +148,9 @@ class Plane:
     """Smallest scale."""
     halfway: str = ""
     """Number of the plane to which a quotient exactly between two of them is rounded. ``even``: the one whose last bit
-    is 0, as every conversion to FP8 does. Empty: stores differ, so test data have no such quotients. For integers
-    torch rounds to even and vLLM's kernel away from zero, and for FP4 hardware rounds to even and SGLang's torch code
-    toward zero."""
+    is 0, as every conversion to FP8 does. ``away``: the one farther from zero. Empty: stores differ, so test data have
+    no such quotients. Of signed integers a backend declares it (``KVPools.integer_ties``). Of FP4 hardware rounds to
+    even and SGLang's torch code toward zero."""
     split: bool = False
     """Numbers of 4 bits. True: the lower halves of the bytes hold the first half of the part, and the upper ones the
     second. False: adjacent numbers share a byte."""
@@ -180,6 +189,13 @@ class RowFormat:
     def of(self, layer: AttentionLayer) -> PackedRows:
         """The rows of a layer."""
         return PackedRows(self, layer.kv_lora_rank or layer.head_dim, layer.head_dim)
+
+    def with_ties(self, integer_ties: str) -> RowFormat:
+        """The format with a declared rule for signed integers; the same if it has none, or nothing is declared."""
+        if not integer_ties or not any(plane.dtype in _SIGNED for plane in self.planes):
+            return self
+        ruled = (replace(each, halfway=integer_ties) if each.dtype in _SIGNED else each for each in self.planes)
+        return replace(self, planes=tuple(ruled))
 
     def fits(self, layout: HeadLayout, dtype: str, width: int) -> bool:
         """True if there are such rows for values of ``width`` numbers, which are whole tiles."""

@@ -380,7 +380,8 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     longest, widest = max(step.lens), max(r.new for r in step.requests)
     q, k, v = _drawn(schedule, step, pattern or step.data, rng)
     layers = make_layers(case)
-    packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None
+    form = ROW_FORMATS.get(case.kv_dtype)
+    packed = form.with_ties(schedule.numerics.integer_ties).of(layers[0]) if form else None
     scales = scales_of_layers(case, step, layers)
     of_k, of_v = scales.float()
     if packed:

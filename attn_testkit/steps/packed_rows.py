@@ -82,7 +82,7 @@ _EXPONENTS = 12
 
 
 def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """A copy of ``keys`` [..., width] in 16 bits whose quotients are exactly between two adjacent e4m3 numbers, in each
+    """A copy of ``keys`` [..., width] in 16 bits whose quotients are exactly between two adjacent numbers, in each
     plane with a rule for that (``Plane.halfway``). Scales of tiles are a power of two, so scales and quotients are
     exact in each method: by division, also by Triton's approximate one on an H200, and by reciprocals. ``by``: as in
     ``with_one_packing``.
@@ -92,6 +92,14 @@ def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tenso
         if not plane.halfway:
             continue
         scales, part = packed.scales_of(plane), keys[..., packed.part(plane)]
+        if plane.dtype != torch.float8_e4m3fn:
+            assert scales is not None
+            largest = LARGEST[plane.dtype]
+            tiles = in_tiles(part.float(), scales.tile)
+            tiles = ((tiles * largest / 4).trunc().clamp(1 - largest, largest - 1) + 0.5).clamp(max=largest - 0.5)
+            tiles[..., -1] = largest
+            part.copy_(tiles.flatten(-2) * _UNIT)
+            continue
         unit, size = (_UNIT, 256.0) if scales else (1.0, 2.0)
         numbers = (part / by).float() * size * torch.exp2(-(torch.arange(part.shape[-1]) % _EXPONENTS).float())
         codes = numbers.abs().clamp(max=LARGEST[plane.dtype]).to(plane.dtype).view(torch.uint8)

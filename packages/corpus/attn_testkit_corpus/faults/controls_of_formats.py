@@ -31,7 +31,10 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
     """The store multiplies by 1 / scale, and rounds int8 half away from zero (vLLM _reshape_cache_per_token_head)."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
-        kv_pool={"kv_dtypes": {"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}}
+        kv_pool={
+            "kv_dtypes": {"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"},
+            "integer_ties": "away",
+        }
     )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
