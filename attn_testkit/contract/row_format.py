@@ -43,7 +43,7 @@ FP4 = torch.float4_e2m1fn_x2
 """Dtype of a plane of e2m1 numbers: two to a byte, the first in its lower half."""
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 """Dtype of a plane of signed integers of 4 bits, packed likewise."""
-UINT4 = torch.uint4
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
 """Dtype of a plane of integers 0 .. 15, packed likewise."""
 HALVES = frozenset({FP4, INT4, UINT4})
 POWER_OF_TWO = torch.float8_e8m0fnu
