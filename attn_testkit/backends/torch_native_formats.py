@@ -21,7 +21,7 @@ class TorchNativeFormatsBackend(TorchNativeBackend):
             "gqa_ratios": {1, 2, 4, 8, 16},
         },
         precision={"dtypes": {"bf16"}},
-        kv_pool={"kv_dtypes": {"same", *ROW_FORMATS} - LATENT_FORMATS},
+        kv_pool={"kv_dtypes": {"same", *ROW_FORMATS} - LATENT_FORMATS, "integer_ties": "even"},
         server={"takes_unused_scales": True},
     )
 

@@ -43,7 +43,7 @@ class TorchNativeSparseBackend(KernelBackend):
         ),
         precision=Precision(dtypes={"fp16", "bf16", "fp32"}),
         kv_pool=KVPools(kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 16, 64}),
-        options=LayerOptions(sinks=True),
+        options=LayerOptions(sinks=True, non_causal={ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         sparse=Sparse(
             topk={1, 16, 64, 2048},
             holes=True,
@@ -73,6 +73,8 @@ class TorchNativeSparseBackend(KernelBackend):
     def keys_seen(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T] int64: number of keys that each of ``rows`` [T, ...] may see."""
         request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
+        if not plan.layer.causal:
+            return plan.kv_lens[request]
         return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

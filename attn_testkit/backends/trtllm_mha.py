@@ -91,7 +91,7 @@ class TRTLLMMHABackend(AttentionBackend):
             gqa_ratios=frozenset({1, 4, 8}),
             heads_by_layer=True,
         ),
-        precision=Precision(dtypes=frozenset({"fp16", "bf16"}), matmul_dtype="fp8_e4m3"),
+        precision=Precision(dtypes=frozenset({"fp16", "bf16"}), matmul_dtype="fp8_e4m3", q_scale="static"),
         kv_pool=KVPools(
             kv_dtypes=frozenset({"same", "fp8_e4m3"}),
             page_sizes=frozenset({16, 64}),
@@ -269,7 +269,7 @@ class TRTLLMMHABackend(AttentionBackend):
             "workspace_buffer": self._workspace,
             "block_tables": metadata.table_of(group),
             "seq_lens": metadata.cache_seqlens + earlier if earlier else metadata.cache_seqlens,
-            "bmm1_scale": layer.scaling * layer.k_scale,
+            "bmm1_scale": layer.scaling * layer.k_scale * (layer.q_scale if fp8 else 1.0),
             "bmm2_scale": layer.v_scale,
             "window_left": layer.sliding_window_size,
             "sinks": layer.sinks,
@@ -281,8 +281,11 @@ class TRTLLMMHABackend(AttentionBackend):
         return self._step(common, metadata, layer)
 
     def _query(self, q: torch.Tensor, layer: AttentionLayer, fp8: bool) -> torch.Tensor:
-        """[T, Hq, D], contiguous: XQA ignores strides. trtllm-gen needs FP8 queries for FP8 keys."""
+        """[T, Hq, D], contiguous: XQA ignores strides. trtllm-gen needs FP8 queries for FP8 keys. Over FP8 keys they
+        are divided by the checkpoint's scale."""
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        if fp8:
+            q = q / layer.q_scale
         if fp8 and not self._uses_xqa:
             return q.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
         return q.contiguous()

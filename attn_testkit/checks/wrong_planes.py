@@ -34,7 +34,7 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, othe
     if len(wrong) == len(scales):
         held = next(filter(None, (scales_held(packed, plane, row, want, others) for plane in scales)), "")
         why = held or "they were not stored, or are those of another row, head or step"
-        return f"its values are right, but its scales are wrong: {why}"
+        return f"its values are right, but its {' and '.join(plane.name for plane in scales)} are wrong: {why}"
     if not scales:
         return next((text for plane in wrong if (text := _numbers(packed, plane, row, want))), "")
     return ""
@@ -51,7 +51,7 @@ def names_of_planes(packed: PackedRows, planes: Iterable[Plane], part: str) -> l
 
     def name(plane: Plane) -> str:
         if plane.is_scales:
-            return f"{part} scales"
+            return f"{part} {plane.name}"
         return f"{part} values ({plane.of})" if several else f"{part} values"
 
     return [name(plane) for plane in planes]

@@ -150,7 +150,6 @@ class Capabilities(Declared):
         lse, fused = self.lse, sparse.indexer is not None and sparse.indexer.fused
         together = {
             "windows": bool(self.windows.modes), "spans": bool(self.spans.modes),
-            "options.non_causal": bool(self.options.non_causal),
             "KV splits other than whole": lse is not None and bool(lse.prefix | lse.pages | lse.tokens),
             "kv_pool.kv_groups": self.kv_pool.kv_groups, "heads.heads_by_layer": self.heads.heads_by_layer,
             "bounds.max_topk above 1": self.bounds.max_topk > 1,

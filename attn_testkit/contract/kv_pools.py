@@ -6,10 +6,10 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from .context import BackendContext
-from .declared import Declared
+from .declared import Declared, spelled
 from .kv_layouts import KV_LAYOUTS
 from .refusal import Refusal, first_outside, kv_dtype_of
-from .row_format import ROW_FORMATS
+from .row_format import INTEGER_TIES, ROW_FORMATS
 
 __all__ = ["KV_DTYPES", "KVPools"]
 
@@ -26,8 +26,12 @@ class KVPools(Declared):
     kv_dtypes: Set[str] = frozenset({"same"})
     """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or rows of a format of
     ``contract/row_format.py``. Their scales are stored in the row or separately: ``fp8_ds_mla`` for MLA in bf16;
-    ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16`` and ``int4_group8``
-    for K and V."""
+    ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16``, ``int4_group8``,
+    ``int8_zeros_per_token_head`` and ``int4_zeros_per_token_head`` for K and V."""
+    integer_ties: str = ""
+    """Integer to which a store of signed int8 or int4 numbers rounds a quotient exactly between two of them. ``even``:
+    the even one, as torch and ``KVPool.set_kv_buffer`` do. ``away``: the one farther from zero, as vLLM's kernel does.
+    Empty: not declared, and test data have no such quotients."""
     page_sizes: Set[int] = frozenset({16})
     """Page sizes of the KV pool, in slots."""
     kv_layouts: Set[str] = frozenset({"nhd"})
@@ -46,6 +50,7 @@ class KVPools(Declared):
         self._check_words("kv_dtypes", KV_DTYPES)
         self._check_words("kv_layouts", KV_LAYOUTS)
         self._check_numbers("page_sizes", 1)
+        spelled("integer_ties", self.integer_ties, INTEGER_TIES)
         self._check_flags()
 
     def refused(self, context: BackendContext) -> Iterator[Refusal]:

@@ -63,6 +63,10 @@ class AttentionLayer(OfHeadLayout):
     With ``ServerConventions.takes_unused_scales`` it may come from a checkpoint although the pool holds K unscaled."""
     v_scale: float = 1.0
     """``k_scale`` of V."""
+    q_scale: float = 1.0
+    """A checkpoint's scale of queries (vLLM: ``_q_scale``), which ``Precision.q_scale="static"`` divides them by before
+    they are rounded to FP8. With other words, and over a pool of the model's dtype, nothing is divided or multiplied by
+    it."""
     k_head_scales: torch.Tensor | None = field(default=None, compare=False)
     """[tp_k_head_num] float32 on the device, of rows of format ``fp8_per_head``: the pool holds K / k_head_scales. The
     server changes it in place between steps, so a graph has to read it from there. None: there is one scale."""

@@ -15,7 +15,7 @@ __all__ = ["DTYPES", "FP8_PRODUCTS", "FP32_PRODUCTS", "MATMUL_DTYPES", "Q_SCALES
 DTYPES = ("fp16", "bf16", "fp32")
 FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
 MATMUL_DTYPES = ("model", *FP8_PRODUCTS)
-Q_SCALES = ("none", "per_token_head", "per_token", "per_tensor")
+Q_SCALES = ("none", "per_token_head", "per_token", "per_tensor", "static")
 FP32_PRODUCTS = ("ieee", "tf32")
 
 
@@ -45,7 +45,8 @@ class Precision(Declared):
     ``matmul_dtype`` of FP8. The scale is the largest absolute value of the group divided by 448 (the largest number of
     e4m3), or the next power of two. ``none``: queries are not scaled. ``per_token_head``: a scale for each head of each
     token. ``per_token``: a scale for each token. ``per_tensor``: one scale for all live rows of the forward, without
-    padding. A backend with finer scales than it declares passes too.
+    padding. A backend with finer scales than it declares passes too. ``static``: ``AttentionLayer.q_scale``, a
+    number of the checkpoint for each layer; queries beyond 448 times it are not tested.
 
     Test queries are exact under this rounding, beyond 448 and below the smallest number of FP8. With ``per_tensor``,
     rows that are small next to the largest may vanish, and the limits allow it."""

@@ -21,10 +21,14 @@ __all__ = [
     "FP4",
     "HALVES",
     "INT4",
+    "INTEGER_TIES",
     "LARGEST",
     "LATENT_FORMATS",
     "POWER_OF_TWO",
+    "RANGE",
     "ROW_FORMATS",
+    "UINT4",
+    "ZERO",
     "PackedRows",
     "Plane",
     "RowFormat",
@@ -39,11 +43,19 @@ FP4 = torch.float4_e2m1fn_x2
 """Dtype of a plane of e2m1 numbers: two to a byte, the first in its lower half."""
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 """Dtype of a plane of signed integers of 4 bits, packed likewise."""
-HALVES = frozenset({FP4, INT4})
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
+"""Dtype of a plane of integers 0 .. 15, packed likewise."""
+HALVES = frozenset({FP4, INT4, UINT4})
 POWER_OF_TWO = torch.float8_e8m0fnu
 """Dtype of a plane of scales that are bytes: the exponent of a power of two, plus 127."""
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0, INT4: 7.0}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0, INT4: 7.0, torch.uint8: 255.0, UINT4: 15.0}
 """Largest number of a dtype that has scales."""
+INTEGER_TIES = ("", "even", "away")
+"""Values of ``KVPools.integer_ties``."""
+_SIGNED = frozenset({torch.int8, INT4})
+RANGE, ZERO = "range", "zero"
+"""Rules of a scale and of a zero of numbers without a sign."""
+_UNSIGNED = frozenset({torch.uint8, UINT4})
 _AS_BYTES = HALVES | {POWER_OF_TWO}
 _FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the magnitudes of e2m1 numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
@@ -60,36 +72,52 @@ def in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
     return numbers.reshape(*numbers.shape[:-1], -1, tile or numbers.shape[-1])
 
 
-def codes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8. Numbers of 4 bits get one byte each."""
+def codes_of(numbers: torch.Tensor, dtype: torch.dtype, ties: str = "even") -> torch.Tensor:
+    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8. Numbers of 4 bits get one byte each.
+    ``ties``: of signed integers."""
     if dtype == FP4:
         # No table: a tensor of constants would be a copy from the host.
         size = numbers.abs()
         above = sum((size > bound).to(torch.uint8) for bound in _FP4_BOUNDS)
         return above + (numbers < 0).to(torch.uint8) * 8
     largest = LARGEST[dtype]
+    if dtype in _UNSIGNED:
+        return numbers.clamp(0, largest).round().to(torch.uint8)
     numbers = numbers.clamp(-largest, largest)
-    if dtype == INT4:
-        return numbers.round().to(torch.int8).view(torch.uint8) & 15
-    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype).view(torch.uint8)
+    if dtype in _SIGNED:
+        numbers = (
+            (numbers + torch.full_like(numbers, 0.5).copysign(numbers)).trunc() if ties == "away" else numbers.round()
+        )
+        codes = numbers.to(torch.int8).view(torch.uint8)
+        return codes & 15 if dtype == INT4 else codes
+    return numbers.to(dtype).view(torch.uint8)
 
 
-def _bytes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _bytes_of(numbers: torch.Tensor, plane: Plane) -> torch.Tensor:
     """[..., bytes] uint8: ``numbers`` [..., n] in the dtype of a plane."""
+    dtype = plane.dtype
     if dtype in HALVES:
-        codes = codes_of(numbers.float(), dtype)
+        codes = codes_of(numbers.float(), dtype, plane.halfway)
+        if plane.split:
+            first, second = codes.chunk(2, -1)
+            return first + second * 16
         return codes[..., 0::2] + codes[..., 1::2] * 16
     if dtype == POWER_OF_TWO:
         return (numbers.float().view(torch.int32) >> 23).to(torch.uint8)
     if dtype in LARGEST:
-        return codes_of(numbers.float(), dtype).contiguous()
+        return codes_of(numbers.float(), dtype, plane.halfway).contiguous()
     return numbers.to(dtype).contiguous().view(torch.uint8)
 
 
-def _numbers_of(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _numbers_of(raw: torch.Tensor, plane: Plane) -> torch.Tensor:
     """[..., n] float32: the numbers of a plane, of its bytes ``raw`` [..., bytes] uint8."""
+    dtype = plane.dtype
     if dtype in HALVES:
-        codes = torch.stack((raw & 15, raw >> 4), -1).flatten(-2).to(torch.int32)
+        halves = raw & 15, raw >> 4
+        codes = torch.cat(halves, -1) if plane.split else torch.stack(halves, -1).flatten(-2)
+        codes = codes.to(torch.int32)
+        if dtype == UINT4:
+            return codes.float()
         if dtype == INT4:
             return torch.where(codes > 7, codes - 16, codes).float()
         half, exponent = codes & 1, codes >> 1 & 3
@@ -113,20 +141,25 @@ class Plane:
     """1: numbers of the key. N: one scale for N numbers each. 0: one scale for all numbers of the row."""
     rule: str = "amax"
     """Scale of a tile. ``amax``: its largest magnitude over the largest number of the dtype. ``power_of_two``: that
-    quotient, rounded up to a power of two."""
+    quotient, rounded up to a power of two. ``range``: the difference of its largest and smallest value over the largest
+    number. ``zero``: no scale, but the number that means 0: minus the smallest value over the scale. It need not be
+    an integer. A value is then (number - zero) * scale."""
     smallest: float = torch.finfo(torch.float32).tiny
     """Smallest scale."""
     halfway: str = ""
     """Number of the plane to which a quotient exactly between two of them is rounded. ``even``: the one whose last bit
-    is 0, as every conversion to FP8 does. Empty: stores differ, so test data have no such quotients. For integers
-    torch rounds to even and vLLM's kernel away from zero, and for FP4 hardware rounds to even and SGLang's torch code
-    toward zero."""
+    is 0, as every conversion to FP8 does. ``away``: the one farther from zero. Empty: stores differ, so test data have
+    no such quotients. Of signed integers a backend declares it (``KVPools.integer_ties``). Of FP4 hardware rounds to
+    even and SGLang's torch code toward zero."""
+    split: bool = False
+    """Numbers of 4 bits. True: the lower halves of the bytes hold the first half of the part, and the upper ones the
+    second. False: adjacent numbers share a byte."""
     least: float = 2.0**-14
     """Test data: least magnitude of the largest number of a tile, so that its scale is not the smallest one."""
 
     @property
     def is_scales(self) -> bool:
-        """True for scales, False for numbers of the key."""
+        """True for scales and zeros, False for numbers of the key."""
         return self.tile != 1
 
     def nbytes(self, width: int) -> int:
@@ -156,6 +189,13 @@ class RowFormat:
     def of(self, layer: AttentionLayer) -> PackedRows:
         """The rows of a layer."""
         return PackedRows(self, layer.kv_lora_rank or layer.head_dim, layer.head_dim)
+
+    def with_ties(self, integer_ties: str) -> RowFormat:
+        """The format with a declared rule for signed integers; the same if it has none, or nothing is declared."""
+        if not integer_ties or not any(plane.dtype in _SIGNED for plane in self.planes):
+            return self
+        ruled = (replace(each, halfway=integer_ties) if each.dtype in _SIGNED else each for each in self.planes)
+        return replace(self, planes=tuple(ruled))
 
     def fits(self, layout: HeadLayout, dtype: str, width: int) -> bool:
         """True if there are such rows for values of ``width`` numbers, which are whole tiles."""
@@ -187,6 +227,11 @@ _BF16 = frozenset({"bf16"})
 def _per_token_head(dtype: torch.dtype, halfway: str = "") -> tuple[Plane, ...]:
     scales = Plane("scales", torch.float32, "row", tile=0, smallest=1e-6, least=2.0**-10)
     return Plane("numbers", dtype, "row", halfway=halfway), scales
+
+
+def _with_zeros(dtype: torch.dtype, *, split: bool = False) -> tuple[Plane, ...]:
+    scales = Plane("scales", torch.float32, "row", tile=0, rule=RANGE, least=2.0**-10)
+    return Plane("numbers", dtype, "row", split=split), scales, replace(scales, name="zeros", rule=ZERO)
 
 
 def _fp4(scales: Plane) -> tuple[Plane, ...]:
@@ -222,6 +267,8 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
             "int4_group8", (Plane("numbers", INT4, "row"), Plane("scales", torch.bfloat16, "row", tile=8)),
             latent=False, dtypes=_BF16, apart=True,
         ),
+        RowFormat("int8_zeros_per_token_head", _with_zeros(torch.uint8), latent=False, dtypes=_BF16, apart=True),
+        RowFormat("int4_zeros_per_token_head", _with_zeros(UINT4, split=True), latent=False, dtypes=_BF16, apart=True),
     )
 }  # fmt: skip
 """``fp8_ds_mla``: FP8 rows of FlashMLA with scales, as SGLang has them for DeepSeek V3.2. With a latent part of 512 and
@@ -235,7 +282,9 @@ vLLM has them for checkpoints of ``strategy: attn_head`` (``use_per_head_quant_s
 scale for 16 numbers each, and a scale per layer; ``fp4_mx_block16``: with scales of a power of two. Both as SGLang has
 them (``NVFP4KVCacheMethod`` with ``needs_linear_scale_buffer``, ``FP4MXBlock16KVQuantizeUtil``). ``int4_group8``:
 integers of 4 bits with a scale in the model's dtype for 8 numbers each, as LightLLM has them
-(``PPLINT4KVMemoryManager``)."""
+(``PPLINT4KVMemoryManager``). ``int8_zeros_per_token_head`` and ``int4_zeros_per_token_head``: numbers without a sign,
+with a float32 scale and a float32 zero per token and KV head, as SGLang #15285 has them, and LMDeploy in the model's
+dtype (``_quant_int8`` and ``_quant_int4`` of its ``fill_kv_cache``)."""
 
 
 LATENT_FORMATS = frozenset(name for name, each in ROW_FORMATS.items() if each.latent)
@@ -319,7 +368,11 @@ class PackedRows:
 
     def scales_of(self, plane: Plane) -> Plane | None:
         """The plane of scales of a plane of numbers; None if it has none."""
-        return next((each for each in self.scale_planes if each.of == plane.of), None)
+        return next((each for each in self.scale_planes if each.of == plane.of and each.rule != ZERO), None)
+
+    def zeros_of(self, plane: Plane) -> Plane | None:
+        """The plane of zeros of a plane of numbers; None if 0 means 0."""
+        return next((each for each in self.scale_planes if each.of == plane.of and each.rule == ZERO), None)
 
     def scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: scales of the numbers of ``keys`` [..., width] that a plane of scales is for."""
@@ -332,6 +385,12 @@ class PackedRows:
         """[..., tiles] float32: the same before they are rounded to the dtype of scales."""
         of = next(each.dtype for each in self.format.planes if not each.is_scales and each.of == plane.of)
         tiles = in_tiles(keys[..., self.part(plane)].float(), plane.tile)
+        if plane.rule == ZERO:
+            scales = self.scales_of(plane)
+            assert scales is not None
+            return -tiles.amin(-1) / self.scales(scales, keys)
+        if plane.rule == RANGE:
+            return ((tiles.amax(-1) - tiles.amin(-1)) / LARGEST[of]).clamp(min=plane.smallest)
         return (tiles.abs().amax(-1) / LARGEST[of]).clamp(min=plane.smallest)
 
     def pack(self, keys: torch.Tensor) -> torch.Tensor:
@@ -339,13 +398,19 @@ class PackedRows:
         found = []
         for plane in self.format.planes:
             part = keys[..., self.part(plane)]
-            scales = self.scales_of(plane)
             if plane.is_scales:
                 part = self.scales(plane, keys)
-            elif scales is not None:
-                part = (in_tiles(part.float(), scales.tile) / self.scales(scales, keys)[..., None]).flatten(-2)
-            found.append(_bytes_of(part, plane.dtype))
+            elif self.scales_of(plane) is not None:
+                part = self.quotients(plane, keys).flatten(-2)
+            found.append(_bytes_of(part, plane))
         return torch.cat(found, -1)
+
+    def quotients(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
+        """[..., tiles, tile] float32: what the numbers of a plane that has scales are, before they are rounded."""
+        scales, zeros = self.scales_of(plane), self.zeros_of(plane)
+        assert scales is not None
+        found = in_tiles(keys[..., self.part(plane)].float(), scales.tile) / self.scales(scales, keys)[..., None]
+        return found if zeros is None else found + self.scales(zeros, keys)[..., None]
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[..., width] of ``dtype``: the keys that ``rows`` [..., bytes] uint8 mean."""
@@ -353,9 +418,13 @@ class PackedRows:
         for plane in self.format.planes:
             if plane.is_scales:
                 continue
-            numbers, scales = _numbers_of(self.raw(rows, plane), plane.dtype).to(dtype), self.scales_of(plane)
+            numbers, scales = _numbers_of(self.raw(rows, plane), plane).to(dtype), self.scales_of(plane)
+            if (zeros := self.zeros_of(plane)) is not None:
+                numbers = (
+                    in_tiles(numbers, zeros.tile) - _numbers_of(self.raw(rows, zeros), zeros).to(dtype)[..., None]
+                ).flatten(-2)
             if scales is not None:
-                held = _numbers_of(self.raw(rows, scales), scales.dtype).to(dtype)
+                held = _numbers_of(self.raw(rows, scales), scales).to(dtype)
                 numbers = (in_tiles(numbers, scales.tile) * held[..., None]).flatten(-2)
             keys[..., self.part(plane)] = numbers
         return keys

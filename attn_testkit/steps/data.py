@@ -35,7 +35,7 @@ from .kv_groups import outgrown
 from .packed_rows import with_halfway_numbers, with_one_packing, zero_tiles
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
 from .query_bias import make_query_bias
-from .query_scales import LARGEST_FP8, held_queries, large_or_small, some_zeros
+from .query_scales import LARGEST_FP8, STATIC, held_queries, large_or_small, some_zeros
 from .schedule import Ints, Request, Schedule, Step
 
 DTYPES = {
@@ -263,8 +263,9 @@ def _drawn(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [L, T, Hq, Dqk], k [L, B, S, Hk, Dqk], v [L, B, S, Hk, Dv] in the model's dtype."""
     case, dv = schedule.case, schedule.case.head_dim
+    static = [layer.q_scale for layer in make_layers(case)]
     if case.head_maps:
-        q, k, v = _drawn_by_layer(case, step, pattern, rng, schedule.q_scale)
+        q, k, v = _drawn_by_layer(case, step, pattern, rng, schedule.q_scale, static)
     else:
         # Of a latent row without a rope part every channel of a key is one of its value.
         q_scale = (
@@ -272,7 +273,7 @@ def _drawn(
             if case.heads.layout.values_in_keys and not case.rope_dim and pattern != LARGE_AND_SMALL
             else schedule.q_scale
         )
-        q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng, q_scale)
+        q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng, q_scale, static)
     if case.heads.layout.values_in_keys:
         # The latent row is key and value at once; its rope part belongs only to the key.
         # Equal keys have every second channel of it, so that a value is not the same in all channels.
@@ -285,6 +286,8 @@ def _drawn(
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
         most, scaled = LARGEST_FP8 if pattern == "large_queries" else _USUAL_RANGE, schedule.q_scale != "none"
+        if schedule.q_scale == STATIC:
+            most = LARGEST_FP8 * min(static)
         if not scaled or pattern != LARGE_AND_SMALL:
             q, k = of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
         if pattern == "negative":
@@ -292,7 +295,7 @@ def _drawn(
         if scaled:
             # Small rows next to large ones are what one scale for all of them loses.
             alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"
-            drawn, q = q, held_queries(q, "per_token" if alone else schedule.q_scale)
+            drawn, q = q, held_queries(q, "per_token" if alone else schedule.q_scale, static)
             if pattern == "gauss":
                 q = some_zeros(q, schedule.q_scale)
             if pattern == "small_weights":
@@ -307,11 +310,19 @@ def _drawn(
 
 
 def _of_pattern(
-    layers: int, shape: HeadShape, dv: int, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
+    layers: int,
+    shape: HeadShape,
+    dv: int,
+    step: Step,
+    pattern: str,
+    rng: np.random.Generator,
+    q_scale: str,
+    static: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [layers, T, Hq, D], k [layers, B, S, Hk, D] and v [layers, B, S, Hk, dv] of heads of one shape, float32.
 
-    ``q_scale``: if it is not ``none``, no row is 0, because its scale would be 0; only its logits are 0.
+    ``q_scale``: if it is not ``none``, no row is 0, because its scale would be 0; only its logits are 0. ``static``:
+    scales of the layers' queries by the checkpoint.
     """
     heads, kv_heads, dqk = shape
     keys = (layers, step.bs, max(step.lens), kv_heads)
@@ -323,7 +334,7 @@ def _of_pattern(
     elif pattern == "one_hot":
         mark_keys(v, step.lens, rng)
     elif pattern == LARGE_AND_SMALL:
-        q = large_or_small(q, q_scale, rng)
+        q = large_or_small(q, q_scale, rng, static)
     if q_scale != "none" and not q.any():
         last = torch.arange(dqk) == dqk - 1
         q, k = q + 3.5 * last, k * ~last
@@ -331,12 +342,12 @@ def _of_pattern(
 
 
 def _drawn_by_layer(
-    case: Case, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
+    case: Case, step: Step, pattern: str, rng: np.random.Generator, q_scale: str, static: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw as ``_of_pattern`` does, but each layer with a pattern as wide as it is, in the shape of the case."""
     found = []
-    for each in case.head_maps:
-        q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng, q_scale)
+    for each, scale in zip(case.head_maps, static, strict=True):
+        q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng, q_scale, [scale])
         found.append((each.q_whole(q), each.kv_whole(k), each.kv_whole(v)))
     q, k, v = (torch.cat(layers) for layers in zip(*found, strict=True))
     return q, k, v
@@ -369,7 +380,8 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     longest, widest = max(step.lens), max(r.new for r in step.requests)
     q, k, v = _drawn(schedule, step, pattern or step.data, rng)
     layers = make_layers(case)
-    packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None
+    form = ROW_FORMATS.get(case.kv_dtype)
+    packed = form.with_ties(schedule.numerics.integer_ties).of(layers[0]) if form else None
     scales = scales_of_layers(case, step, layers)
     of_k, of_v = scales.float()
     if packed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..contract.row_format import LARGEST, PackedRows, Plane, codes_of, in_tiles, next_power_of_two
+from ..contract.row_format import LARGEST, ZERO, PackedRows, Plane, codes_of, in_tiles, next_power_of_two
 
 _NEAR_TIE = 2.0**-14
 _ULPS = 4
@@ -28,6 +28,9 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
             continue
         part = keys[..., packed.part(plane)]
         tiles = in_tiles(part, scales.tile if scales else 0)
+        if scales is not None and packed.zeros_of(plane) is not None:
+            _with_one_number(packed, plane, keys, tiles, scales.least)
+            continue
         if scales is not None:
             least = torch.as_tensor(scales.least * by, dtype=tiles.dtype)
             tiles[..., -1] = torch.where(tiles.abs().amax(-1) < least, least, tiles[..., -1])
@@ -39,6 +42,32 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
         low, high = (codes_of(exact * (1 + off), plane.dtype) for off in (-_NEAR_TIE, _NEAR_TIE))
         tiles.view(torch.int16).sub_((low != high).to(torch.int16))
     return keys
+
+
+_QUARTER, _SMALL = 0.25, 64
+"""A number this far above an integer is rounded down to it. It has 16 bits up to the second one, before the zero is
+added."""
+
+
+def _with_one_number(packed: PackedRows, plane: Plane, keys: torch.Tensor, tiles: torch.Tensor, least: float) -> None:
+    """Change ``tiles``, views of ``keys``, of numbers with a zero, so that their range is at least ``least``, and none
+    is near a rounding midpoint. The smallest and the largest of a tile, which are the numbers at both ends, stay."""
+    low, high = tiles.amin(-1, keepdim=True), tiles.amax(-1, keepdim=True)
+    small = torch.maximum(low.abs(), high.abs()) < least
+    other = torch.where(small, torch.where(low < 0, least, -least), 0.0).to(tiles.dtype)
+    tiles[..., -1:] = torch.where(high - low < least, other, tiles[..., -1:])
+    scales, zeros = packed.scales_of(plane), packed.zeros_of(plane)
+    assert scales is not None
+    assert zeros is not None
+    scale, zero = (packed.scales(each, keys)[..., None] for each in (scales, zeros))
+    for last in (False, False, True):
+        found = packed.quotients(plane, keys)
+        off = _NEAR_TIE * (found.abs() + 2 * zero.abs())
+        near = codes_of(found - off, plane.dtype) != codes_of(found + off, plane.dtype)
+        moved = ((found.floor() + _QUARTER - zero) * scale).to(tiles.dtype)
+        one_less = (tiles.view(torch.int16) - 1).view(tiles.dtype)
+        moved = torch.where((found - zero).abs() < _SMALL, moved, one_less)
+        tiles.copy_(torch.where(near, tiles.amin(-1, keepdim=True) if last else moved, tiles))
 
 
 _UNIT = 2.0**-8
@@ -53,7 +82,7 @@ _EXPONENTS = 12
 
 
 def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """A copy of ``keys`` [..., width] in 16 bits whose quotients are exactly between two adjacent e4m3 numbers, in each
+    """A copy of ``keys`` [..., width] in 16 bits whose quotients are exactly between two adjacent numbers, in each
     plane with a rule for that (``Plane.halfway``). Scales of tiles are a power of two, so scales and quotients are
     exact in each method: by division, also by Triton's approximate one on an H200, and by reciprocals. ``by``: as in
     ``with_one_packing``.
@@ -63,6 +92,14 @@ def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tenso
         if not plane.halfway:
             continue
         scales, part = packed.scales_of(plane), keys[..., packed.part(plane)]
+        if plane.dtype != torch.float8_e4m3fn:
+            assert scales is not None
+            largest = LARGEST[plane.dtype]
+            tiles = in_tiles(part.float(), scales.tile)
+            tiles = ((tiles * largest / 4).trunc().clamp(1 - largest, largest - 1) + 0.5).clamp(max=largest - 0.5)
+            tiles[..., -1] = largest
+            part.copy_(tiles.flatten(-2) * _UNIT)
+            continue
         unit, size = (_UNIT, 256.0) if scales else (1.0, 2.0)
         numbers = (part / by).float() * size * torch.exp2(-(torch.arange(part.shape[-1]) % _EXPONENTS).float())
         codes = numbers.abs().clamp(max=LARGEST[plane.dtype]).to(plane.dtype).view(torch.uint8)
@@ -134,7 +171,9 @@ def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torc
     for plane in packed.scale_planes if rows.numel() else ():
         if plane.dtype == torch.float32:
             got, due = (packed.planes(each)[plane.name] for each in (rows, want))
-            near = (got.view(torch.int32) - due.view(torch.int32)).abs() <= _ULPS
+            # A zero is a quotient by a scale; one of 0 may have either sign.
+            ulps = _ULPS * (2 if plane.rule == ZERO else 1)
+            near = ((got.view(torch.int32) - due.view(torch.int32)).abs() <= ulps) | (got == due)
             got.copy_(torch.where(near, due, got))
         zeros = (holds_zeros(packed, plane, want) & holds_zeros(packed, plane, rows))[..., None]
         if not zeros.any():

@@ -92,3 +92,49 @@ def test_core_of_decode_and_extend_has_a_case_of_each_declared_format_with_a_rul
     ]
     stores = mode in (ForwardMode.DECODE, ForwardMode.EXTEND)
     assert [case.kv_dtype for case in found] == (["fp8_per_head", "fp8_per_token_head"] if stores else [])
+
+
+INTEGERS = STORED.replace("kvfp8pertokenhead", "kvint8pertokenhead")
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int8_per_token_head_apart", "int4_group8"])
+@pytest.mark.parametrize("ties", ["even", "away"])
+def test_quotients_of_signed_integers_are_packed_by_the_declared_rule(name: str, ties: str) -> None:
+    assert not ROW_FORMATS[name].rounds_halfway
+    layer = layers_of(parse_case(INTEGERS))[0]
+    packed = ROW_FORMATS[name].with_ties(ties).of(layer)
+    assert packed.format.rounds_halfway
+    keys = torch.randn(32, packed.width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    keys = with_halfway_numbers(packed, keys)
+    plane = packed.format.planes[0]
+    scales = packed.scales_of(plane)
+    assert scales is not None
+    assert (packed.scales(scales, keys) == 2.0**-8).all()
+    quotients = packed.quotients(plane, keys)[..., :-1]
+    assert (quotients.abs() % 1 == 0.5).all()
+    stored = in_tiles(packed.unpack(packed.pack(keys)) * 2.0**8, scales.tile)[..., :-1]
+    if ties == "even":
+        assert (stored % 2 == 0).all()
+    else:
+        assert torch.equal(stored.abs(), quotients.abs() + 0.5)
+
+
+def test_formats_without_signed_integers_have_their_own_rule_whatever_is_declared() -> None:
+    for name in ("fp8_per_token_head", "nvfp4", "int8_zeros_per_token_head"):
+        assert ROW_FORMATS[name].with_ties("away") is ROW_FORMATS[name]
+
+
+def test_core_has_halfway_integers_only_if_a_rule_is_declared() -> None:
+    declared = entry_of("integer-ties-round-up").backend.capabilities
+    for rule, names in (("even", ["int8_per_token_head"]), ("away", ["int8_per_token_head"]), ("", [])):
+        found = generate(declared.with_changes(kv_pool={"integer_ties": rule}), ForwardMode.DECODE, "core")
+        assert [case.kv_dtype for case in found if case.data == HALFWAY] == names
+
+
+@pytest.mark.parametrize("slug", ["row-formats-stored-by-reciprocals", "integer-ties-round-up"])
+def test_a_store_that_rounds_integers_as_it_declares_passes_and_another_fails(slug: str) -> None:
+    entry = entry_of(slug)
+    found = check_backend(entry.backend, cases=[INTEGERS], device="cpu", diagnose="none", executions=["eager"])
+    failed = {finding.check for each in found if each.case for finding in each.findings}
+    assert ("writes-own-kv" in failed) == (entry.kind == "fault")
+    assert any(each.case == INTEGERS for each in found)

@@ -243,7 +243,7 @@ def test_faint_weights_lie_as_far_apart_as_without_a_scale() -> None:
 def test_held_queries_keep_zeros_and_the_sign_and_the_largest_is_448_times_a_power_of_two() -> None:
     q = torch.randn(2, 5, 3, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 5).view(1, 5, 1, 1)
     q[0, 1, 2] = 0
-    held = held_queries(q, "per_token")
+    held = held_queries(q, "per_token", ())
     assert not held[0, 1, 2].any()
     largest = held.abs().amax(-1) / 448
     assert bool(((torch.frexp(largest).mantissa == 0.5) | (largest == 0)).all())
@@ -253,6 +253,29 @@ def test_held_queries_keep_zeros_and_the_sign_and_the_largest_is_448_times_a_pow
     assert bool(((kept == q) | (kept == 0)).all())
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("heads", CASES)
+@pytest.mark.parametrize(
+    "data", [*DATA, "saturated", "large_queries", "small_weights", "plus_minus_one", "large_and_small_queries"]
+)
+def test_queries_are_exact_under_the_scale_of_a_checkpoint(data: str, heads: str, dtype: str) -> None:
+    schedule, drawn = made("static", data, heads, dtype)
+    scales = torch.tensor([layer.q_scale for layer in make_layers(schedule.case)]).view(-1, 1, 1, 1)
+    for divided in (drawn.q.float() / scales, drawn.q.float() * (1 / scales)):
+        assert float(divided.abs().max()) <= 448
+        assert torch.equal((divided.to(FP8).float() * scales).to(drawn.q.dtype), drawn.q)
+    if data == "large_and_small_queries":
+        assert float(drawn.q[0].abs().max()) > 2 * 448
+        assert 0 < float(drawn.q[1].float().abs().max()) < 2.0**-8
+        assert not drawn.q[1].float()[..., -1].any()
+
+
+def test_layers_have_a_scale_of_queries_over_a_pool_of_another_dtype_only() -> None:
+    case = case_of("gauss")
+    assert [layer.q_scale for layer in make_layers(case)] == [5.0, 0.375]
+    assert [layer.q_scale for layer in make_layers(case.with_changes(kv_dtype="same"))] == [1.0, 1.0]
+
+
 def test_a_scale_is_declared_of_fp8_products_alone_and_spelled_right() -> None:
     fp8 = Capabilities(
         eager={ForwardMode.DECODE},
@@ -260,7 +283,7 @@ def test_a_scale_is_declared_of_fp8_products_alone_and_spelled_right() -> None:
         precision=Precision(matmul_dtype="fp8_e4m3"),
     )
     assert fp8.precision.q_scale == "none"
-    for q_scale in SCALED:
+    for q_scale in (*SCALED, "static"):
         assert fp8.with_changes(precision={"q_scale": q_scale}).precision.q_scale == q_scale
         with pytest.raises(ValueError, match="write matmul_dtype='fp8_e4m3', or leave q_scale out"):
             fp8.with_changes(precision={"q_scale": q_scale, "matmul_dtype": "model"})

@@ -64,6 +64,8 @@ def keys(*shape: int, seed: int = 3) -> torch.Tensor:
         ("fp8_per_head", 64, 0),
         ("fp8_per_token_head", 68, 0),
         ("int4_group8", 32, 16),
+        ("int4_zeros_per_token_head", 32, 8),
+        ("int8_zeros_per_token_head", 64, 8),
         ("int8_per_token_head", 68, 0),
         ("int8_per_token_head_apart", 64, 4),
         ("nvfp4", 32, 4),
@@ -100,7 +102,7 @@ def test_integers_of_4_bits_have_a_sign_and_lie_as_fp4_does() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_means_its_numbers_within_half_a_step_of_their_tile(name: str) -> None:
     packed, given = packed_of(name), keys(50, 2)
-    step = {"int8": 1 / 254, "int4": 1 / 13, "fp8_": 1 / 16, "fp4_": 1 / 3, "nvfp": 1 / 4}[name[:4]]
+    step = {"int8": 1 / 250, "int4": 1 / 13, "fp8_": 1 / 16, "fp4_": 1 / 3, "nvfp": 1 / 4}[name[:4]]
     off = (packed.unpack(packed.pack(given)) - given.float()).abs()
     tile = {"nvfp4": 16, "fp4_mx_block16": 16, "int4_group8": 8}.get(name, 64)
     largest = given.float().abs().unflatten(-1, (-1, tile)).amax(-1).repeat_interleave(tile, -1)
@@ -184,6 +186,31 @@ def test_a_tile_of_zeros_may_have_any_scale_if_its_products_are_0_and_no_other_t
     ):
         assert torch.equal(changed((1, 0), scale, number), want) is fine, (scale, number)
         assert not torch.equal(changed((2, 1), scale, number), want)
+
+
+@pytest.mark.parametrize("name", ["int8_zeros_per_token_head", "int4_zeros_per_token_head"])
+def test_numbers_with_a_zero_span_the_range_of_their_row_and_two_of_4_bits_are_half_a_row_apart(name: str) -> None:
+    packed = packed_of(name)
+    numbers = torch.linspace(2.0, 5.0, 64)
+    planes = packed.planes(packed.pack(numbers))
+    most = 255 if "int8" in name else 15
+    torch.testing.assert_close(planes["scales"], torch.tensor([3.0 / most]))
+    torch.testing.assert_close(planes["zeros"], torch.tensor([-2.0 * most / 3.0]))
+    codes = planes["numbers"]
+    assert (codes[0].item(), codes[-1].item()) == ((0, 255) if most == 255 else (0x80, 0xF7))
+    assert bool(((packed.unpack(packed.pack(numbers)) - numbers).abs() <= 3.0 / most / 2 * 1.001).all())
+
+
+@pytest.mark.parametrize("name", ["int8_zeros_per_token_head", "int4_zeros_per_token_head"])
+def test_data_with_zeros_have_a_range_and_no_number_near_a_midpoint(name: str) -> None:
+    packed, given = packed_of(name), keys(400, 2)
+    given[0], given[1], given[2], given[3] = 0, 2.5, -(2.0**-20), 2.0**-20
+    given[4:100] += 3.0
+    chosen = with_one_packing(packed, given)
+    assert bool(((chosen.float().amax(-1) - chosen.float().amin(-1)) >= 2.0**-10).all())
+    of_row = packed.quotients(packed.format.planes[0], chosen)
+    assert float((of_row - of_row.floor() - 0.5).abs().min()) > 2.0**-12
+    assert float((chosen != given).float().mean()) < 0.12
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "side-by-side-hnd", "padded-pages"])

@@ -99,8 +99,8 @@ DATA_PATTERN = Feature(
         ),
         Entry(
             HALFWAY,
-            "Keys and values whose quotients are exactly halfway between two FP8 numbers, in rows with scales: a store "
-            "must round to the even one.",
+            "Keys and values whose quotients are exactly halfway between two numbers, in rows with scales: a store "
+            "must round to the even one, and of integers by the declared rule.",
             also=("ties of a format", "round to nearest even"),
         ),
         Entry(

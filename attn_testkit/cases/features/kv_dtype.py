@@ -17,19 +17,21 @@ from .server.unused_scales import UNUSED_SCALES
 def _layers(case: Fields) -> Sequence[Changes]:
     own = SETTINGS[: case.layers.count]
     kind = ROW_FORMATS[case.kv_dtype].layer_scale if case.kv_dtype in ROW_FORMATS else "tensor"
+    queries: list[Changes] = [{"q_scale": each.q_scale} if case.kv_dtype != "same" else {} for each in own]
     if (case.kv_dtype == "same" and UNUSED_SCALES not in case.variants) or kind == "none":
-        return [{} for _ in own]
+        return queries
     if kind == "head":
         # Scales at capture are 1; each step has its own (``steps/data.py``).
         ones = torch.ones(case.heads.kv_heads)
-        return [{"k_head_scales": ones, "v_head_scales": ones} for _ in own]
+        return [{**of, "k_head_scales": ones, "v_head_scales": ones} for of in queries]
     by = _ABOVE_SCALES_OF_BLOCKS if case.kv_dtype in ROW_FORMATS else 1.0
     return [
         {
+            **of,
             "k_scale": each.k_scale * by,
             "v_scale": (each.k_scale if case.heads.layout.values_in_keys else each.v_scale) * by,
         }
-        for each in own
+        for each, of in zip(own, queries, strict=True)
     ]
 
 
@@ -115,6 +117,20 @@ KV_DTYPE = Feature(
             "Rows of the KV pool are integers of 4 bits, two to a byte, with a bf16 scale for each 8 of them."
             " Scales have memory of their own.",
             also=("int4_group8", "int4 KV cache"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvint8zerospertokenhead",
+            "Rows of the KV pool are numbers of 8 bits without a sign. Their float32 scales and zeros, per token and "
+            "KV head, have memory of their own.",
+            also=("int8_zeros_per_token_head", "asymmetric quantization", "zero point"),
+            page="how-to/kv-formats.md",
+        ),
+        Entry(
+            "kvint4zerospertokenhead",
+            "Rows of the KV pool are numbers of 4 bits without a sign: the first half of a row in the lower halves of "
+            "its bytes. Their float32 scales and zeros, per token and KV head, have memory of their own.",
+            also=("int4_zeros_per_token_head",),
             page="how-to/kv-formats.md",
         ),
         Entry(

@@ -11,6 +11,7 @@ from ...cases.case import Case
 from ...cases.features.kv_splits import splits_of
 from ...checks.describe import index_ranges
 from ...steps.data import make_layers, new_kv
+from ...steps.packed_rows import accepted
 from ..attended_keys import AttendedKeys, ranges
 from .assumed_keys import without_windows
 from .evidence import SMALLEST_TILE, Evidence, Supposed
@@ -48,13 +49,15 @@ def _not_read(attended: AttendedKeys) -> bool:
 
 def _spoilt(e: Evidence) -> dict[int, list[int]]:
     """Request -> its KV tokens that were not stored, were stored wrongly, or were overwritten."""
-    pool = e.observed.copies.group("pool")
+    pool, packed = e.observed.copies.group("pool"), e.expected.data.row_format
     if "slots" not in pool or e.step.stored:
         return {}
     slots, rows = pool["slots"], pool["rows"]
     due, want = new_kv(e.expected.data)
     held = {int(slot): rows[:, :, at] for at, slot in enumerate(slots)}
     new = {int(slot): want[:, :, at].view(rows.dtype) for at, slot in enumerate(due)}
+    if packed:
+        held |= {slot: accepted(packed, held[slot], row) for slot, row in new.items() if slot in held}
     wrong = {slot for slot, row in new.items() if slot not in held or not torch.equal(held[slot], row)}
     wrong |= set(held) - set(new)
     return {

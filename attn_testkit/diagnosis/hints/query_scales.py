@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from ...contract import FP8_PRODUCTS
-from ...steps.query_scales import E4M3, LARGEST_FP8, group_largest
+from ...steps.data import make_layers
+from ...steps.query_scales import E4M3, LARGEST_FP8, STATIC, group_largest, static_scales
 from .evidence import Evidence, Supposed
 from .hint import Level, assumption, hint
 
@@ -17,6 +18,7 @@ _ROUNDED = {
     "per_token_head": "after a division by the largest of each head of each token",
     "per_token": "after a division by the largest of each token",
     "per_tensor": "after a division by the largest of all rows",
+    STATIC: "after a division by the layer's q_scale",
 }
 """Value of ``Precision.q_scale`` -> rounding of queries to FP8, in words."""
 
@@ -32,7 +34,7 @@ def other_query_scale(e: Evidence) -> Iterator[Supposed]:
     if e.counts_alone or not e.comparison.all_finite:
         return
     for q_scale, words in _ROUNDED.items():
-        rounded = replace(data, q=_rounded(data.q.float(), q_scale))
+        rounded = replace(data, q=_rounded(e, q_scale))
         if q_scale == own or torch.equal(rounded.q, data.q.float()):
             continue
         text = (
@@ -55,7 +57,11 @@ def lost_query_scale(e: Evidence) -> Iterator[Supposed]:
     token's."""
     data, own = e.expected.data, e.schedule.q_scale
     q = data.q.float()
-    scales = _scales(q, own).expand_as(q)
+    scales = _scales(e, own).expand_as(q)
+    if own == STATIC:
+        for words, factor in _of_a_checkpoint(e, scales):
+            yield Supposed(words, replace(data, q=q * factor), q_scale="none", every_row=True)
+        return
     # A kernel's scale of zeros is its smallest one.
     of_others = torch.where(group_largest(q.abs(), own) > 0, scales, _SMALLEST_SCALE)
     for words, factor in (
@@ -73,7 +79,32 @@ def lost_query_scale(e: Evidence) -> Iterator[Supposed]:
             )
 
 
-@hint(Level.CAUSE, when=lambda e: e.schedule.q_scale != "none")
+def _of_a_checkpoint(e: Evidence, scales: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Mistakes with ``layer.q_scale``, and by what the logits of each row and head are multiplied then."""
+    yield (
+        "logits are not multiplied by layer.q_scale, by which queries are divided before they are rounded to FP8: the "
+        "result is right without it",
+        1 / scales,
+    )
+    yield (
+        "logits are multiplied by layer.q_scale twice, or queries are not divided by it: the result is right with its "
+        "square",
+        scales,
+    )
+    if len(scales) > 1:
+        yield (
+            "logits of every layer are multiplied by the q_scale of the first layer: the result is right with that one",
+            scales[:1] / scales,
+        )
+    of_keys = torch.tensor([layer.k_scale for layer in make_layers(e.schedule.case)]).view(-1, 1, 1, 1)
+    yield (
+        "logits are multiplied by k_scale in place of layer.q_scale, as if it were the scale of both: the result is "
+        "right with its square",
+        of_keys / scales,
+    )
+
+
+@hint(Level.CAUSE, when=lambda e: e.schedule.q_scale not in ("none", STATIC))
 def queries_of_zeros(e: Evidence) -> str:
     """All wrong values are NaN, in rows and heads whose queries are zeros; other rows exist."""
     wrong, zeros = e.comparison.wrong.any(-1), ~e.expected.data.q.any(-1)
@@ -89,13 +120,16 @@ def queries_of_zeros(e: Evidence) -> str:
 _SMALLEST_SCALE = 2.0**-18
 
 
-def _rounded(q: torch.Tensor, q_scale: str) -> torch.Tensor:
-    """Round ``q`` [L, T, Hq, D] float32 as a kernel with this scale does."""
-    scale = torch.ones(1) if q_scale == "none" else _scales(q, q_scale)
+def _rounded(e: Evidence, q_scale: str) -> torch.Tensor:
+    """Queries [L, T, Hq, D] float32 of the step, rounded as a kernel with this scale does."""
+    q = e.expected.data.q.float()
+    scale = torch.ones(1) if q_scale == "none" else _scales(e, q_scale)
     return (q / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(E4M3).float() * scale
 
 
-def _scales(q: torch.Tensor, q_scale: str) -> torch.Tensor:
-    """[L, 1 or T, 1 or Hq, 1] float32: scales of ``q`` [L, T, Hq, D]; 1 for zeros."""
-    scale = group_largest(q.abs(), q_scale) / LARGEST_FP8
+def _scales(e: Evidence, q_scale: str) -> torch.Tensor:
+    """[L, 1 or T, 1 or Hq, 1] float32: scales of the step's queries [L, T, Hq, D]; 1 for zeros."""
+    if q_scale == STATIC:
+        return static_scales([layer.q_scale for layer in make_layers(e.schedule.case)])
+    scale = group_largest(e.expected.data.q.float().abs(), q_scale) / LARGEST_FP8
     return torch.where(scale > 0, scale, 1.0)

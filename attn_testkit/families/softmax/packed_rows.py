@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...contract.row_format import HALVES, PackedRows, Plane, in_tiles, next_power_of_two
+from ...contract.row_format import HALVES, ZERO, PackedRows, Plane, in_tiles, next_power_of_two
 from ...steps.data import StepData
 
 
@@ -25,6 +25,7 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
                 packed.raw(rows, plane).copy_(raw.flatten(-2))
             if not all(map(torch.equal, misread, parts)):
                 yield f"{text}: the result is right for that", _with(data, misread)
+    yield from _misread_zeros(data, packed, parts)
     if packed.format.layer_scale == "head":
         heads = "in an FP8 pool with scales of heads, "
         for text, other in (
@@ -36,6 +37,50 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
     if any(plane.dtype in HALVES for plane in packed.format.planes):
         text = "the halves of a byte of two numbers are swapped: the first is the lower one"
         yield f"{text}. The result is right for that", _with(data, [_swapped(packed, rows) for rows in parts])
+    if any(plane.split for plane in packed.format.planes):
+        text = "the numbers of a byte are read as adjacent numbers, and are half a row apart"
+        yield f"{text}. The result is right for that", _with(data, [_as_adjacent(packed, rows) for rows in parts])
+
+
+def _misread_zeros(data: StepData, packed: PackedRows, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, StepData]]:
+    """Mistakes that concern scales and zeros of numbers without a sign together."""
+    zeros = next((plane for plane in packed.scale_planes if plane.rule == ZERO), None)
+    if zeros is None:
+        return
+    scales = packed.scales_of(zeros)
+    assert scales is not None
+
+    def changed(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> StepData:
+        rows = [each.clone() for each in parts]
+        for each in rows:
+            planes = packed.planes(each)
+            scale, zero = change(planes["scales"].clone(), planes["zeros"].clone())
+            planes["scales"].copy_(scale)
+            planes["zeros"].copy_(zero)
+        return _with(data, rows)
+
+    for text, change in (
+        (
+            "the zero is used as the smallest value, and not as the number that means 0",
+            lambda scale, zero: (scale, -zero / scale),
+        ),
+        ("the zero is added to numbers, and not subtracted", lambda scale, zero: (scale, -zero)),
+        ("zeros are rounded to integers", lambda scale, zero: (scale, zero.round())),
+        ("scales and zeros are swapped", lambda scale, zero: (zero, scale)),
+        ("scales and zeros of a head are used for the next", lambda scale, zero: (scale.roll(1, 3), zero.roll(1, 3))),
+    ):
+        yield f"in packed rows, {text}: the result is right for that", changed(change)
+
+
+def _as_adjacent(packed: PackedRows, rows: torch.Tensor) -> torch.Tensor:
+    """Rows whose bytes mean to a right reader what they mean to one that takes the numbers of a byte for adjacent."""
+    rows = rows.clone()
+    for plane in packed.format.planes:
+        if plane.split:
+            raw = packed.raw(rows, plane)
+            first, second = torch.stack((raw & 15, raw >> 4), -1).flatten(-2).chunk(2, -1)
+            raw.copy_(first + second * 16)
+    return rows
 
 
 def _with(data: StepData, rows: Sequence[torch.Tensor]) -> StepData:
@@ -53,14 +98,16 @@ def _swapped(packed: PackedRows, rows: torch.Tensor) -> torch.Tensor:
 
 def _scales(plane: Plane, held: Sequence[torch.Tensor], page_size: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Scales of keys and of values, [L, B, S, Hk, tiles, bytes] uint8, in the place of those that rows have."""
+    what = plane.name
+    one = what.removesuffix("s")
 
     def each(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         return [change(scales) for scales in held]
 
-    yield "in packed rows, each scale is used for the tile before its own", each(lambda own: own.roll(-1, -2))
-    yield "in packed rows, each scale is used for the tile after its own", each(lambda own: own.roll(1, -2))
+    yield f"in packed rows, each {one} is used for the tile before its own", each(lambda own: own.roll(-1, -2))
+    yield f"in packed rows, each {one} is used for the tile after its own", each(lambda own: own.roll(1, -2))
     yield (
-        "in packed rows, the scale of the first tile is used for all tiles",
+        f"in packed rows, the {one} of the first tile is used for all tiles",
         each(lambda own: own[..., :1, :].expand_as(own)),
     )
     key, last = torch.arange(held[0].shape[2]), held[0].shape[2] - 1
@@ -69,16 +116,19 @@ def _scales(plane: Plane, held: Sequence[torch.Tensor], page_size: int) -> Itera
         ((key + 1).clamp(max=last), "of a key are used for the previous key"),
         (key // page_size * page_size, "of the first key of a page are used for the page"),
     ):
-        yield f"in packed rows, the scales {text}", each(lambda own, other=other: own[:, :, other])  # type: ignore[misc]
-    yield "in packed rows, the scales of KV head 0 are used for all", each(lambda own: own[:, :, :, :1].expand_as(own))
-    yield "in packed rows, the scales of a head are used for the next", each(lambda own: own.roll(1, 3))
+        yield f"in packed rows, the {what} {text}", each(lambda own, other=other: own[:, :, other])  # type: ignore[misc]
+    yield f"in packed rows, the {what} of KV head 0 are used for all", each(lambda own: own[:, :, :, :1].expand_as(own))
+    yield f"in packed rows, the {what} of a head are used for the next", each(lambda own: own.roll(1, 3))
     yield (
-        "in packed rows, the scales of a request are used for all requests",
+        f"in packed rows, the {what} of a request are used for all requests",
         each(lambda own: own[:, :1].expand_as(own)),
     )
     if len(held) > 1:
-        yield "in packed rows, the scales of keys are used for values", [held[0], held[0]]
-        yield "in packed rows, the scales of values are used for keys", [held[1], held[1]]
+        yield f"in packed rows, the {what} of keys are used for values", [held[0], held[0]]
+        yield f"in packed rows, the {what} of values are used for keys", [held[1], held[1]]
+    if plane.rule == ZERO:
+        yield "in packed rows, zeros are left out", each(torch.zeros_like)
+        return
     if plane.dtype == torch.float32:
         yield (
             f"in packed rows, the scales of {plane.tile or 'all'} numbers each are left out",

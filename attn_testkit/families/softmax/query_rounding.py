@@ -8,14 +8,14 @@ off by at most
     in every group that x may belong to, and x / s is an e4m3 number for the largest s: a smaller power of two makes x /
     s larger by a power of two, up to 448. The queries of the kit's cases have this property
     (``steps/query_scales.py``). The remaining errors are those of
-rows that are small next to the largest of their tensor.
+rows that are small next to the largest of their tensor. With static scales there is none.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...steps.query_scales import E4M3, LARGEST_FP8, group_largest
+from ...steps.query_scales import E4M3, LARGEST_FP8, STATIC, group_largest
 
 _RELATIVE = 2.0**-4
 """Half a spacing of e4m3, relative to the number."""
@@ -29,7 +29,7 @@ def query_rounding(q: torch.Tensor, q_scale: str) -> torch.Tensor | None:
     """[L, T, Hq, D] float64: limit of each of ``q`` [L, T, Hq, D], for all rows of a forward. ``q_scale``: as in
     ``Capabilities``. None if nothing is rounded.
     """
-    if q_scale == "none" or not q.numel():
+    if q_scale in ("none", STATIC) or not q.numel():
         return None
     q = q.double()
     sizes = q.abs()

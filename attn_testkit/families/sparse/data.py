@@ -27,8 +27,8 @@ _Ints = npt.NDArray[np.int64]
 _PATTERNS = ("newest", "oldest", "strided", "both ends", "scattered", "not its own", "one")
 
 
-def _chosen(visible: _Ints, topk: int, pattern: str, rng: np.random.Generator) -> _Ints:
-    """Selects at most ``topk`` of ``visible`` [n] ascending, the row's own key last; returned in listed order."""
+def _chosen(visible: _Ints, own: int, topk: int, pattern: str, rng: np.random.Generator) -> _Ints:
+    """Selects at most ``topk`` of ``visible`` [n] ascending, with the row's ``own`` key; returned in listed order."""
     if len(visible) <= topk:
         return rng.permutation(visible)
     if pattern == "newest":
@@ -42,20 +42,20 @@ def _chosen(visible: _Ints, topk: int, pattern: str, rng: np.random.Generator) -
         return np.concatenate([visible[:head], visible[len(visible) - topk + head :]])
     if pattern == "one":
         return visible[rng.integers(len(visible), size=1)]
-    return rng.choice(visible[:-1] if pattern == "not its own" else visible, topk, replace=False)
+    return rng.choice(visible[visible != own] if pattern == "not its own" else visible, topk, replace=False)
 
 
-def _chosen_blocks(visible: _Ints, selection: Selection, pattern: str, rng: np.random.Generator) -> _Ints:
-    """Selects at most ``topk`` blocks of the positions ``visible``, the row's own block first of all."""
-    blocks = np.unique(visible // selection.block)
-    others, most = blocks[:-1], selection.topk - 1
+def _chosen_blocks(visible: _Ints, at: int, selection: Selection, pattern: str, rng: np.random.Generator) -> _Ints:
+    """Selects at most ``topk`` blocks of the positions ``visible``, that of the row's position ``at`` first of all."""
+    blocks, own = np.unique(visible // selection.block), at // selection.block
+    others, most = blocks[blocks != own], selection.topk - 1
     if len(others) > most:
-        others = _chosen(others, most, pattern, rng) if most else others[:0]
-    found = rng.permutation(np.append(others, blocks[-1]))
+        others = _chosen(others, int(others[-1]), most, pattern, rng) if most else others[:0]
+    found = rng.permutation(np.append(others, own))
     if not selection.holes:
         return found
     # Holes take what is last.
-    return np.append(blocks[-1], found[found != blocks[-1]])
+    return np.append(own, found[found != own])
 
 
 def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Ints:
@@ -99,9 +99,10 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
         for layer in range(layers):
             pattern = _PATTERNS[(turn + row + 3 * layer) % len(_PATTERNS)]
             if selection.block > 1:
-                chosen = _chosen_blocks(data.key_positions[request].numpy()[visible], selection, pattern, rng)
+                positions = data.key_positions[request].numpy()[visible]
+                chosen = _chosen_blocks(positions, int(data.positions[row]), selection, pattern, rng)
             else:
-                chosen = _chosen(visible, selection.topk, pattern, rng)
+                chosen = _chosen(visible, int(data.row_key[row]), selection.topk, pattern, rng)
             found[layer, row] = _listed(chosen, selection, rng)
     if selection.empty_rows:
         # One row of each layer, and not the same one.

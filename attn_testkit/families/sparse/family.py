@@ -97,6 +97,7 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     visible = data.visible.expand_as(allowed)
     topk = schedule.case.selection.keys if schedule.case.selection else 0
     first = torch.arange(visible.shape[-1]) < topk
+    causal = data.key_positions[:, None] <= data.query_positions[..., None]
     latest = visible & (visible.flip(-1).cumsum(-1).flip(-1) <= topk)
     for text, wrong in (
         ("the selection is ignored: the result is that of all keys the row may see", visible),
@@ -105,6 +106,7 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
         ("a row uses the selection of the row before it in its request", allowed.roll(1, 2)),
         ("every row of a request uses the selection of its first row", allowed[:, :, :1].expand_as(allowed)),
         ("every request uses the selection of the first request", allowed[:, :1].expand_as(allowed)),
+        ("selected keys after its own are masked, and layers of this case are not causal", allowed & causal),
         (f"the first {topk} keys are attended to, not the selected ones", visible & first),
         (f"the last {topk} keys are attended to, not the selected ones", latest),
     ):

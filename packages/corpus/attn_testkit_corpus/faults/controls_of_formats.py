@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer
 
 from .catalogue import control
+from .g_zeros import ZerosBackend
 from .parent import Metadata
 from .row_formats import RowFormatsBackend
 
@@ -29,7 +31,10 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
     """The store multiplies by 1 / scale, and rounds int8 half away from zero (vLLM _reshape_cache_per_token_head)."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
-        kv_pool={"kv_dtypes": {"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}}
+        kv_pool={
+            "kv_dtypes": {"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"},
+            "integer_ties": "away",
+        }
     )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
@@ -44,6 +49,20 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
             held = codes.clamp(-largest, largest).to(numbers.dtype).view(torch.uint8)
             numbers.view(torch.uint8).index_put_(at, held)
             planes["scales"].index_put_(at, scale)
+
+
+@control()
+class RowsWithAScaleAndAZero(ZerosBackend):
+    """Numbers without a sign are stored by the backend itself, rounded half up (LMDeploy, `fill_kv_cache`)."""
+
+
+@control()
+class ZerosInTheSecondProduct(ZerosBackend):
+    """Numbers times scales and zeros times scales are rounded to bf16 apart from each other, where both are exact."""
+
+    @override
+    def without_zeros(self, numbers: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        return numbers.bfloat16().float() - zeros
 
 
 @control()

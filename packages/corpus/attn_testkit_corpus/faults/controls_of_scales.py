@@ -7,7 +7,7 @@ import torch
 from attn_testkit.contract import AttentionLayer
 
 from .catalogue import control
-from .g_query_scales import Fp8QueriesScaled, Fp8QueriesScaledPerTensor
+from .g_query_scales import Fp8QueriesOfTheCheckpoint, Fp8QueriesScaled, Fp8QueriesScaledPerTensor
 from .g_usual_scaling import UsualScaling
 from .multi_step import MultiStepBackend
 from .parent import Metadata
@@ -43,6 +43,11 @@ class Fp8QueriesScaledFinerThanDeclared(Fp8QueriesScaled):
     """A scale per token, although one for all rows is declared: the error is smaller."""
 
     capabilities = Fp8QueriesScaledPerTensor.capabilities
+
+
+@control("fp8-queries-scaled-by-the-checkpoint")
+class Fp8QueriesScaledOfEachLayer(Fp8QueriesOfTheCheckpoint):
+    """The checkpoint's scale of each layer's queries (vLLM's `q_scale`), in eager steps and in graphs."""
 
 
 @control()

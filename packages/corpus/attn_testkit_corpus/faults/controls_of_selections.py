@@ -8,6 +8,7 @@ from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
 
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerOnRanks, IndexerParent
+from .s_non_causal import NonCausalIndexer
 from .s_wider_buffers import IndexerOfViews, SparseOfViews
 from .sparse import (
     GroupedSparse,
@@ -70,6 +71,11 @@ class SparseUnionOfRows(UnionOfRows):
 @control()
 class IndexerByPages(IndexerParent):
     """Store and select with keys gathered page by page: the parent of the faults of indexers."""
+
+
+@control()
+class SelectionsOfBlocksInBothDirections(NonCausalIndexer):
+    """Rows of a draft block or an encoder select from all keys of their request, later ones included."""
 
 
 @control()

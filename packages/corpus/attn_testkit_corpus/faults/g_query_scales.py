@@ -138,3 +138,60 @@ class Fp8QueryScaleNotDeclared(Fp8QueriesScaled):
     """Queries are scaled before they are rounded to FP8, but q_scale declares no scale."""
 
     capabilities = Fp8Probabilities.capabilities
+
+
+class Fp8QueriesOfTheCheckpoint(Fp8QueriesScaled):
+    """Healthy parent: queries are divided by the layer's ``q_scale``, and rounded."""
+
+    capabilities = Fp8QueriesScaled.capabilities.with_changes(precision={"q_scale": "static"})
+
+    @override
+    def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
+        return torch.full_like(q[..., :1], layer.q_scale)
+
+
+@fault("vLLM #42080", "matches-oracle", "not multiplied by layer.q_scale")
+class Fp8StaticQueryScaleNotMultipliedBack(Fp8QueriesOfTheCheckpoint):
+    """Queries are divided by the checkpoint's scale, and the kernel ignores it."""
+
+    def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(scales)
+
+
+@fault("vLLM #46148, without its assert", "matches-oracle", "queries are not divided by it")
+class Fp8StaticQueryScaleOfUnscaledQueries(Fp8QueriesOfTheCheckpoint):
+    """Queries reach the kernel undivided, and their logits are multiplied by the checkpoint's scale."""
+
+    def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.square()
+
+
+@fault("vLLM #51534", "matches-oracle", "q_scale='none'")
+class Fp8StaticQueryScaleIsOne(Fp8QueriesOfTheCheckpoint):
+    """The checkpoint's scale is replaced by 1, so large queries become 448 and small ones vanish."""
+
+    def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
+        return torch.ones_like(q[..., :1])
+
+
+@fault("general; a wrapper that is planned once for all layers", "matches-oracle", "q_scale of the first layer")
+class Fp8StaticQueryScaleOfTheFirstLayer(Fp8QueriesOfTheCheckpoint):
+    """Logits of all layers are multiplied by the first layer's scale."""
+
+    def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scales, self.context.layers[0].q_scale)
+
+
+@fault("general; one scale for keys and queries", "matches-oracle", "k_scale in place of layer.q_scale")
+class Fp8StaticQueryScaleIsThatOfKeys(Fp8QueriesOfTheCheckpoint):
+    """The kernel gets the scale of keys as that of queries, too."""
+
+    layer: AttentionLayer
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        self.layer = layer
+        return super().attend(q, layer, meta)
+
+    def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scales, self.layer.k_scale)

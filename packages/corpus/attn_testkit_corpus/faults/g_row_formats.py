@@ -349,3 +349,19 @@ class RowsRoundedHalfAwayFromZero(RowFormatsBackend):
                 by = by_head[:, None]
             codes = (rows.float() / by * self.JUST_ABOVE).clamp(-448, 448).to(torch.float8_e4m3fn)
             planes["numbers"].view(torch.uint8).index_put_(at, codes.view(torch.uint8))
+
+
+@fault("vLLM #41954 (its fallback floor(x + 0.5))", "writes-own-kv", "one step from the right", modes="decode extend")
+class IntegerTiesRoundUp(RowFormatsBackend):
+    """Quotients between two integers are rounded up, and the rule is declared to be the even one."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"int8_per_token_head"}, "integer_ties": "even"}
+    )
+
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(layer, k, v, meta)
+        for rows, planes in zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), strict=True):
+            at = self.at(meta.slots.long())
+            codes = (rows.float() / planes["scales"][at] + 0.5).floor().clamp(max=127)
+            planes["numbers"].index_put_(at, codes.to(torch.int8))

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, BackendContext
-from attn_testkit.contract.row_format import FP4, HALVES, POWER_OF_TWO, in_tiles
+from attn_testkit.contract.row_format import FP4, HALVES, INT4, POWER_OF_TWO, ZERO, in_tiles
 
 from .parent import Metadata, PlannedBackend
 from .pool_reads import read_at
@@ -52,13 +52,18 @@ class RowFormatsBackend(PlannedBackend):
         assert packed is not None
         planes = self.context.kv_pool.get_planes(layer.layer_id)
         found = read_at(planes[part]["numbers"], self.at(slots))
-        dtype = packed.format.planes[0].dtype
+        first = packed.format.planes[0]
+        dtype = first.dtype
         numbers = found
         if dtype in HALVES:
-            codes = self.halves(found.int())
-            numbers = self.e2m1[codes] if dtype == FP4 else self.signed(codes).float()
-        for plane in packed.scale_planes:
-            scales = self.scales(planes[self.scales_from(part)]["scales"], slots)
+            codes = self.split(found.int()) if first.split else self.halves(found.int())
+            numbers = self.e2m1[codes] if dtype == FP4 else (self.signed(codes) if dtype == INT4 else codes).float()
+        # Zeros are the last plane, and come first.
+        for plane in reversed(packed.scale_planes):
+            scales = self.scales(planes[self.scales_from(part)][plane.name], slots)
+            if plane.rule == ZERO:
+                numbers = self.without_zeros(numbers, scales)
+                continue
             if plane.dtype == POWER_OF_TWO:
                 scales = torch.exp2(scales - 127)
             numbers = (in_tiles(numbers, plane.tile) * scales[..., None]).flatten(-2)
@@ -72,6 +77,14 @@ class RowFormatsBackend(PlannedBackend):
     def halves(self, held: torch.Tensor) -> torch.Tensor:
         """[..., 2 n] codes of FP4 numbers in bytes [..., n]: the first in the lower half."""
         return torch.stack((held & 15, held >> 4), -1).flatten(-2)
+
+    def split(self, held: torch.Tensor) -> torch.Tensor:
+        """[..., 2 n] codes in bytes [..., n] whose lower halves are the first n."""
+        return torch.cat((held & 15, held >> 4), -1)
+
+    def without_zeros(self, numbers: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        """Numbers [B, C, Hk, D] less the zeros [B, C, Hk, 1] of their rows."""
+        return numbers - zeros
 
     def signed(self, codes: torch.Tensor) -> torch.Tensor:
         """Integers of 4 bits, from their codes 0 .. 15."""

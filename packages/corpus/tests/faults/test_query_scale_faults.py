@@ -40,6 +40,11 @@ def run(backend: type[AttentionBackend], *cases: str, graph: bool = True) -> lis
         ("fp8-small-queries-vanish", UNEVEN, False),
         ("fp8-query-scale-per-tensor-as-per-token", VERIFY, False),
         ("fp8-query-scale-not-declared", USUAL.format("peaked"), False),
+        ("fp8-static-query-scale-not-multiplied-back", USUAL.format("gauss"), False),
+        ("fp8-static-query-scale-of-unscaled-queries", USUAL.format("gauss"), True),
+        ("fp8-static-query-scale-is-one", UNEVEN, False),
+        ("fp8-static-query-scale-of-the-first-layer", VERIFY, False),
+        ("fp8-static-query-scale-is-that-of-keys", USUAL.format("gauss"), False),
     ],
 )
 def test_a_wrong_scale_is_caught_by_its_check_and_named(slug: str, case: str, graph: bool) -> None:
