@@ -67,6 +67,8 @@ def evaluated(
     failed: Collection[str],
     case: Case | None = None,
     not_compared: Collection[str] = (),
+    *,
+    steps_right: bool = False,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Ids of the checks that were evaluated, and of those that apply but could not be evaluated, each in reading order.
 
@@ -75,8 +77,9 @@ def evaluated(
     were not evaluated.
     ``case``: leaves out checks that the case cannot show. Checks that need an eager run are not evaluated in a mode
     without one. ``not_compared``: ids of checks that had nothing to compare with and were therefore not evaluated.
+    ``steps_right``: true if the outputs of all steps are right, so that a wrong one is that of a warm-up.
     """
-    outputs_wrong = any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
+    outputs_wrong = not steps_right and any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
     selected_wrong = [BEFORE_OUTPUTS.index(check) for check in failed if check in BEFORE_OUTPUTS]
     behind = {*BEFORE_OUTPUTS[min(selected_wrong) :], *NUMERIC} if selected_wrong else set()
     done: list[str] = []

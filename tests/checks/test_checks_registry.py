@@ -212,3 +212,11 @@ def test_what_is_not_declared_is_asked_for_in_graphs_where_nothing_runs_eagerly(
     assert "refuses-undeclared" in evaluated(nothing, GRAPH, Stage.COMPLETED, (), FILLED)[0]
     assert "refuses-undeclared" not in evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, (), FILLED)[0]
     assert "refuses-undeclared" in evaluated(CAPABILITIES, EAGER, Stage.COMPLETED, (), FILLED)[0]
+
+
+def test_a_wrong_warm_up_hides_no_check_if_all_steps_are_right() -> None:
+    """NaN in a warm-up is reported by the check of outputs, and the replays were evaluated all the same."""
+    done, missing = evaluated(EXACT, GRAPH, Stage.COMPLETED, {"finite"}, steps_right=True)
+    assert "replay-follows-batch" in done
+    assert missing == ()
+    assert "replay-follows-batch" in evaluated(EXACT, GRAPH, Stage.COMPLETED, {"finite"})[1]
