@@ -89,19 +89,21 @@ def _mask_complaints(owned: object, harness: ServerHarness, width: int) -> Itera
         shape = f"shape {tuple(buffer.shape)}, strides {buffer.stride()}"
         yield f"verify_mask.buffer has {shape}, expected a flat contiguous tensor", "return buffer.view(-1)"
     if width:
-        yield from _size_complaints(owned, width, harness.context.req_to_token.shape[1])
+        # A table may have more columns than any request has keys: pages are whole.
+        most_keys = min(harness.context.req_to_token.shape[1], harness.context.max_context_len + width)
+        yield from _size_complaints(owned, width, most_keys)
 
 
 _SIZES: Mapping[TreeMaskMode, tuple[str, Callable[[int, int, int], int]]] = {
-    TreeMaskMode.FULL_MASK: ("max_bs * N * max_context_len", lambda bs, n, ctx: bs * n * ctx),
-    TreeMaskMode.QLEN_ONLY: ("max_bs * N * N", lambda bs, n, ctx: bs * n * n),
-    TreeMaskMode.QLEN_ONLY_BITPACKING: ("max_bs * N", lambda bs, n, ctx: bs * n),
+    TreeMaskMode.FULL_MASK: ("max_bs * N * (most keys of a request)", lambda bs, n, keys: bs * n * keys),
+    TreeMaskMode.QLEN_ONLY: ("max_bs * N * N", lambda bs, n, keys: bs * n * n),
+    TreeMaskMode.QLEN_ONLY_BITPACKING: ("max_bs * N", lambda bs, n, keys: bs * n),
 }
 """Mode -> items of the buffer, in words and in numbers."""
 _PACKED_DTYPES = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
-def _size_complaints(owned: VerifyMask, n: int, max_context_len: int) -> Iterator[tuple[str, str]]:
+def _size_complaints(owned: VerifyMask, n: int, most_keys: int) -> Iterator[tuple[str, str]]:
     packed = owned.mode is TreeMaskMode.QLEN_ONLY_BITPACKING
     if packed and n > 32:
         yield (
@@ -115,7 +117,7 @@ def _size_complaints(owned: VerifyMask, n: int, max_context_len: int) -> Iterato
         fine = _PACKED_DTYPES[item] if packed else "bool or uint8"
         yield f"verify_mask.buffer is {dtype}; {owned.mode.name} of {n} nodes is {fine}", f"allocate it as {fine}"
     words, formula = _SIZES[owned.mode]
-    wanted = formula(owned.max_bs, n, max_context_len)
+    wanted = formula(owned.max_bs, n, most_keys)
     if owned.buffer.numel() < wanted:
         yield (
             f"verify_mask.buffer has {owned.buffer.numel()} elements; {owned.mode.name} for max_bs {owned.max_bs} and "

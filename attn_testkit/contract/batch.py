@@ -42,7 +42,8 @@ class VerifyMask:
     buffer: torch.Tensor
     """Flat and contiguous, on the device, at least as large as ``max_bs`` requests can need:
 
-    ``FULL_MASK``: ``max_bs * N * max_context_len`` bool or uint8 (columns of ``req_to_token``, if these are more).
+    ``FULL_MASK``: ``max_bs * N * max_context_len`` bool or uint8, or ``max_bs * N * (max_context_len + N)`` if
+    ``max_context_len`` counts keys before the step only (``ServerConventions.context_len``).
     ``QLEN_ONLY``: ``max_bs * N * N`` bool or uint8.
     ``QLEN_ONLY_BITPACKING``: ``max_bs * N`` items of the dtype that ``TreeMaskMode`` names.
     """

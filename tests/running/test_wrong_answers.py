@@ -60,7 +60,7 @@ MASKS = [
         "has 30 elements; QLEN_ONLY for max_bs 5 and N 6 takes max_bs * N * N = 180",
         "N = context.num_",
     ),
-    ("LendsTooLittleForAllKeys", "takes max_bs * N * max_context_len = ", "init_cuda_graph_state"),
+    ("LendsTooLittleForAllKeys", "takes max_bs * N * (most keys of a request) = ", "init_cuda_graph_state"),
     ("LendsNumbers", "verify_mask.buffer is torch.int32; QLEN_ONLY of 6 nodes is bool or uint8", "allocate it as"),
     ("LendsBytesForWords", "torch.int32; QLEN_ONLY_BITPACKING of 6 nodes is uint8", "allocate it as uint8"),
     ("LendsAMatrix", "shape (5, 6, 6), strides (36, 6, 1), expected a flat contiguous", "buffer.view(-1)"),
@@ -78,3 +78,8 @@ def test_a_mask_that_cannot_be_filled_is_reported_with_what_the_contract_wants(
     assert finding.check == "output-contract"
     assert headline in finding.headline
     assert hint in finding.hint
+
+
+def test_a_mask_of_the_longest_request_is_large_enough_for_a_table_of_whole_pages() -> None:
+    case = "target-verify-gqa2x2-d64-fp16-p16-k9.64.1-chain4-shuffled-gauss-b4prod-context_of_prefixes"
+    assert findings("LendsForTheLongestRequest", "graph", case) == []

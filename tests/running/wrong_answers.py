@@ -114,6 +114,17 @@ class LendsTooLittleForAllKeys(_Lends):
         return VerifyMask(buffer, TreeMaskMode.FULL_MASK, max_bs)
 
 
+class LendsForTheLongestRequest(_Lends):
+    """As SGLang's ``tree_mask_numel``: a column for each key before the step and each of the step."""
+
+    capabilities = _Lends.capabilities.with_changes(server={"context_len": {"prefix"}})
+
+    def lend(self, max_bs: int, n: int) -> Any:
+        columns = self.context.max_context_len + n
+        buffer = torch.zeros(max_bs * n * columns, dtype=torch.bool, device=self.context.device)
+        return VerifyMask(buffer, TreeMaskMode.FULL_MASK, max_bs)
+
+
 class LendsNumbers(_Lends):
     def lend(self, max_bs: int, n: int) -> Any:
         buffer = torch.zeros(max_bs * n * n, dtype=torch.int32, device=self.context.device)
