@@ -34,7 +34,7 @@ def pytest_options(command: F) -> F:
             "--junit", "--junitxml", "junit_file", type=click.Path(), metavar="FILE", help="Write JUnit XML."
         ),
         click.option(
-            "--durations", type=click.IntRange(0), metavar="N", help="List the N slowest; 0 lists all."
+            "--durations", type=click.IntRange(0), metavar="N", hidden=True, help="List the N slowest; 0 lists all."
         ),
     ]  # fmt: skip
     for option in reversed(options):

@@ -59,7 +59,7 @@ Examples:
     help="With --budget: first run what failed in FILE.",
 )  # fmt: skip
 @click.option(
-    "--rest-of", type=click.Path(), multiple=True, metavar="FILE",
+    "--rest-of", type=click.Path(), multiple=True, metavar="FILE", hidden=True,
     help="Skip what ran in this results file.",
 )  # fmt: skip
 @shard_options
@@ -68,7 +68,7 @@ Examples:
 @click.option("-x", "stop_first", is_flag=True, hidden=True, help="Stop after the first, simplest cases first.")
 @click.option("--watch", is_flag=True, help="Run again after each save, what failed first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
-@click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
+@click.option("--show-not-covered", is_flag=True, hidden=True, help="List what no case covers.")
 def run(**values: Any) -> int:
     """Test backends, or the only one in FILE.py, in every mode they declare."""
     files = values.pop("files")

@@ -25,7 +25,7 @@ def shard_options(command: F) -> F:
             "--shard", metavar="K/N", help="Only part K of N, for `results merge`."
         ),
         click.option(
-            "--durations-from", type=click.Path(), multiple=True, metavar="FILE",
+            "--durations-from", type=click.Path(), multiple=True, metavar="FILE", hidden=True,
             help="Balance shards by these results.",
         ),
     ]  # fmt: skip

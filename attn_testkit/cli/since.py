@@ -40,10 +40,10 @@ def since_options(command: F) -> F:
     """Add the options."""
     options = [
         click.option("--map", "maps", is_flag=True, help="Note which functions each case-run reaches."),
-        click.option("--since", metavar="REV", help="Only what may reach a change since a Git revision."),
+        click.option("--since", metavar="REV", help="Only what may reach a change since REV."),
         click.option("--changed", is_flag=True, help="The same for what is not committed."),
         click.option(
-            "--at-most", type=click.IntRange(1), metavar="N", default=MOST, show_default=True,
+            "--at-most", type=click.IntRange(1), metavar="N", default=MOST, hidden=True,
             help="Limit of --since.",
         ),
     ]  # fmt: skip

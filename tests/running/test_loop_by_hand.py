@@ -758,6 +758,8 @@ def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.Mo
 
 def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     found = LocalWorker(candidate_for(SPEC), "cpu")
+    # Another test may have imported FlashInfer, whose launches are not counted.
+    monkeypatch.setattr("attn_testkit.watches.launches._NOT_COUNTED", ())
     monkeypatch.setattr(worker_main, "run_case", lambda *_: RunRecord(changed=("a",), stage=5))
     restored = state_of(monkeypatch, [], ["b"])
     assert found.drive("any") == RunRecord(changed=("a",), stage=5, launches=0)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ LONG = 8192
 # 29, vllm #45361: the store converts floats to integers, which cuts them off.
 @bug(
     "vllm #45361",
-    "decode-mqa4-d32-bf16-p1-k32.128.64.16.63-shuffled-peaked-kvint8pertokenheadapart-local64-cap1.5-sink-lseprefix-b6small",
+    "decode-gqa8x2-d128-bf16-p128-k127.128.129-shared-peaked-kvint8pertokenhead-kvpaddedpages-w4000-cap1.5-sink-lseprefix-b3prod",
     "writes-own-kv",
 )
 class IntegersCutOff(Packs):
@@ -80,7 +80,7 @@ class StridesExchanged(ReadsByOffset):
 # 33, vllm #48611: short prefills take a path that gathers rows as FP8 numbers with one scale.
 @bug(
     "vllm #48611",
-    "extend-mla2-d512r64-bf16-p1-k1.2.5.9.14.2.30-n2a0.9.0x2.3.0.2-chunks3-interleaved-mean-kvfp8dsmla-sel16-idx4reuse-lsewhole-b10stale",
+    "extend-mla2-d128r64-bf16-p1-k5.0.1x2.70-n2a2.1.2.1.2-interleaved-gauss-kvfp8dsmlapow2-sel16-lsewhole-b6prod",
     "log-sum-exp",
 )
 class ShortPrefillsAreFlat(TorchNativeSparsePackedBackend):
@@ -109,7 +109,7 @@ class ShortPrefillsAreFlat(TorchNativeSparsePackedBackend):
 # 34, vllm #49011: a slice of heads is taken for a block of numbers that is followed by a block of scales.
 @bug(
     "vllm #49011",
-    "decode-mha2-d256-bf16-p1-k7.8.9-shuffled-rising_logits-kvfp8pertokenhead-kvpaddedpages-w11-alibi-layers2from0groups-b6small-empty_batches-given_out-freed_minus_one",
+    "decode-gqa8x2-d32-bf16-p128-k7x2-shared-rising_logits-kvint8pertokenhead-kvsidebysidehnd-w11-alibi-layers2from0groups-b2prod-padded_tokens-freed_null_page",
     "finite",
 )
 class NumbersBeforeScales(TorchNativeFormatsBackend):
@@ -141,7 +141,7 @@ class ValuesAsWideAsKeys(ReadsByOffset):
 
 
 # 36, rMLX #374: ``code_float = raw - 2^(bits-1)`` from 8,192 keys on.
-@bug("rMLX #374", "decode-mha2-d32-bf16-p1-k16500.70-shuffled-gauss-kvint4group8-layers1from0-b2prod")
+@bug("rMLX #374", "decode-gqa2x2-d32-bf16-p1-k16500.70-shuffled-gauss-kvint4group8-layers1from0-b2prod")
 class OtherZeroOfLong(TorchNativeFormatsBackend):
     """In a decode of 8,192 keys and more, numbers of 4 bits of V have another zero."""
 

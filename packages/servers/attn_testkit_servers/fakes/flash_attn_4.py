@@ -122,7 +122,7 @@ def _real() -> Any:
 def _named(implementation: Any, function: str, arguments: Arguments) -> Any:
     if implementation is not _FAKE:
         return getattr(implementation, function)(**arguments)
-    rest = {
+    rest: dict[str, Any] = {
         "qv": None, "max_seqlen_k": None, "min_seqlen_k": None, "seqused_q": None, "gather_kv_indices": None,
         "window_size": (None, None), "softcap": 0.0,
     }  # fmt: skip
