@@ -36,7 +36,7 @@ class IntegersCutOff(Packs):
 # 30, imp #250: ``inv_sc = 1.0f / sc`` of the scale before it is rounded.
 @bug(
     "imp #250",
-    "extend-gqa8x2-d32-bf16-p128-k600.70.12-n2a2.3.1-shared-peaked-kvfp4mxblock16-w0-alibi-qqbias-layers2from0groups-b3prod-padded_tokens-freed_null_page",
+    "extend-gqa8x2-d256-bf16-p128-k600.70.12-n45a131.1x2-shuffled-shifted-kvfp4mxblock16-kvpaddedpages-w11-alibi-qqbias-layers2from0groups-b4stale-freed_null_page",
     "writes-own-kv",
 )
 class DividedByExactScale(Packs):
@@ -51,7 +51,7 @@ class DividedByExactScale(Packs):
 # 31, aiter #3212: E8M0 scales are rounded at half of the mantissa.
 @bug(
     "aiter #3212",
-    "extend-gqa8x2-d32-bf16-p128-k600.70.12-n2a2.3.1-shared-peaked-kvfp4mxblock16-w0-alibi-qqbias-layers2from0groups-b3prod-padded_tokens-freed_null_page",
+    "extend-gqa8x2-d256-bf16-p128-k600.70.12-n45a131.1x2-shuffled-shifted-kvfp4mxblock16-kvpaddedpages-w11-alibi-qqbias-layers2from0groups-b4stale-freed_null_page",
     "writes-own-kv",
 )
 class ScaleToNearestPower(Packs):
@@ -183,7 +183,7 @@ class NumeratorsInFp8(TorchNativeBackend):
 
 
 # 38, vllm #37054: ``layer._k_scale`` and ``layer._v_scale`` apply whatever the pool holds.
-@bug("vllm #37054", "decode-mqa4-d32-bf16-p16-k9.70.1-shuffled-gauss-b4prod-unusedscales")
+@bug("vllm #37054", "decode-mqa4-d32-bf16-p16-k9.70.1-contiguous-gauss-b4prod-unusedscales")
 class ScalesOfCheckpoint(TorchNativeFormatsBackend):
     """The scales of a checkpoint are applied to a pool without scales."""
 
@@ -221,7 +221,7 @@ class ValuesHeadsFirst(TorchNativeBackend):
 # 40, flashinfer #3097: ``v_scale`` is accepted and never read.
 @bug(
     "flashinfer #3097",
-    "extend-mqa4-d256-bf16-p16-k15.16.17-n3a0.4x2-chunks3-contiguous-peaked-kvnvfp4-kvhnd-w0-spans-sink-lsepages2merged-b4stale-overlap_scheduling",
+    "extend-mqa4-d32-bf16-p16-k1061.1027.0.1040.9.33.1.17.5-n3a0.17.0x2.3.0.2.1x2-chunks3-contiguous-one_hot-kvnvfp4-kvinblock-w0-spans-cap1.5-sink-layers3from0varied-lsewhole-b10stale",
 )
 class PrefillWithoutVScale(TorchNativeFormatsBackend):
     """A prefill over NVFP4 rows does not apply the scale of V."""

@@ -254,8 +254,7 @@ class DenseWithoutIndexKeys(Indexed):
 # ik_llama.cpp #2069: with more than 8 rows the scores of the heads are added to the causal mask itself.
 @bug(
     "ik_llama.cpp #2069",
-    "target-verify-mqa4-d64-bf16-p16-"
-    "k1.2.5.9.14.2.30.2x18.3x18.6x17.10x18.15x17.3x18.31x8.631.31x8-chain4-shared-peaked-sel16-idx4reuse-b131small",
+    "target-verify-mqa4-d64-bf16-p16-k30.126.62.14.63.31x25.127x25.63x25.15x25.64x16.664.64x8-chain4-shared-shifted-sel64-idx4reuse-b131stale-padded_tokens-overlap_scheduling",
 )
 class MaskAsAccumulator(Indexed):
     """Index scores of more than 8 rows stay in the mask, which attention and later layers add."""
