@@ -11,12 +11,12 @@ from typing import Any
 
 import attn_testkit
 from attn_testkit import Results
-from attn_testkit.results.case_result import CaseResult
+from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.candidate import candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
 
-__all__ = ["check_backend", "plan_run", "run", "run_item"]
+__all__ = ["check_backend", "plan_run", "run", "run_item", "texts_of_failure"]
 
 
 def check_backend(backend: Any, **more: Any) -> Results:
@@ -24,6 +24,20 @@ def check_backend(backend: Any, **more: Any) -> Results:
     expects of a finding does not depend on the load of the machine.
     """
     return attn_testkit.check_backend(backend, in_process=True, **{"diagnose_seconds": None, **more})
+
+
+def texts_of_failure(backend: Any, message: str, **more: Any) -> list[str]:
+    """Check, headline, place and hint of each finding of the one case-run, which fails. Its cause is looked for only if
+    no text has the ``message`` without: a diagnosis takes most of the time.
+    """
+    texts: list[str] = []
+    for diagnose in ("none", "first"):
+        (row,) = (row for row in check_backend(backend, diagnose=diagnose, **more) if row.case)
+        assert row.status is Status.FAILED, row
+        texts = [f"{f.check} | {f.headline} | {f.where} | {f.hint}" for f in row.findings]
+        if any(message in text for text in texts):
+            break
+    return texts
 
 
 def plan_run(*, backends: Sequence[Any], **more: Any) -> Plan:
