@@ -490,9 +490,10 @@ def _result(
 ) -> CaseResult:
     device = plan.header.device
     failed = [finding.check for finding in outcome.findings]
-    steps_right = bool(outcome.passed) and not outcome.failed
+    stage = Stage(outcome.record.stage)
+    steps_right = stage >= Stage.COMPLETED and bool(outcome.passed) and not outcome.failed
     done, not_evaluated = evaluated(
-        declared, execution, Stage(outcome.record.stage), failed, case, outcome.not_compared, steps_right=steps_right
+        declared, execution, stage, failed, case, outcome.not_compared, steps_right=steps_right
     )
     return CaseResult(
         backend=item.backend,
