@@ -77,7 +77,7 @@ def test_a_full_mask_has_room_for_drafts_behind_the_cap(missing: int) -> None:
 
         @property
         def verify_mask(self) -> VerifyMask | None:
-            cells = 2 * 4 * self.context.req_to_token.shape[1] - missing
+            cells = 2 * 4 * (self.context.max_context_len + 4) - missing
             return VerifyMask(torch.zeros(cells, dtype=torch.bool, device="cuda"), TreeMaskMode.FULL_MASK, 2)
 
     harness = harness_of(CASE, OwnsAMask)
