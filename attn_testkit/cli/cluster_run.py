@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from ..cluster.judge import Architecture, connected
-from ..registry import UsageError
 from ..reports.record import read_report
 from ..running.planning.request import Options, Prepared, Request, prepare
 from ..running.planning.shards import durations_of
+from .options import refuse_together
 
 ray_option = click.option(
     "--ray", "ray_address", is_flag=False, flag_value="auto", metavar="[ADDRESS]",
@@ -36,9 +36,8 @@ _NOT_WITH = {
 
 def refuse_with_ray(values: dict[str, Any]) -> None:
     """Raise ``UsageError`` for an option that a run on a cluster cannot have."""
-    for name, option in _NOT_WITH.items():
-        if values["ray_address"] and values[name]:
-            raise UsageError(f"--ray and {option} cannot be combined; leave one of them out")
+    if values["ray_address"]:
+        refuse_together("--ray", _NOT_WITH, values)
 
 
 Follow = Callable[[Prepared, dict[str, Any]], int]

@@ -8,10 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..results.case_result import BAD, RAN, CaseResult
-
-Key = tuple[str, str, str]
-"""Backend, execution and case."""
+from ..results.case_result import BAD, RAN, CaseResult, RunKey
 
 CACHE_VARIABLE = "ATTN_TESTKIT_CACHE"
 """Environment variable with another folder than ``.attn_testkit_cache`` of the current directory."""
@@ -23,7 +20,7 @@ def place() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or ".attn_testkit_cache") / "lastfailed.json"
 
 
-def failed_before() -> frozenset[Key]:
+def failed_before() -> frozenset[RunKey]:
     """The case-runs that failed when they last ran; empty if there is no such file, or none that can be read."""
     try:
         data = json.loads(place().read_text("utf-8"))
@@ -44,11 +41,10 @@ def keep_failed(results: Iterable[CaseResult]) -> None:
     """
     before, failed = failed_before(), set(failed_before())
     for result in results:
-        key = (result.backend, result.execution, result.case)
         if result.case and result.status in BAD:
-            failed.add(key)
+            failed.add(result.key)
         elif result.status in RAN:
-            failed.discard(key)
+            failed.discard(result.key)
     if failed == before:
         return
     with contextlib.suppress(OSError):

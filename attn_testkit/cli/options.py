@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
+from ..registry import UsageError
 from ..results.failure_text import program
 from ..running.planning.request import Options, Request, asked, options_of
 from ..running.planning.run_option import SWITCH, Kind, RunOption, seconds
@@ -80,6 +81,13 @@ def _with(command: F, names: Sequence[str]) -> F:
     for name in reversed(names):
         command = run_option(name)(command)
     return command
+
+
+def refuse_together(asked: str, others: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` if the option ``asked`` is given with one of ``others``, name of a value -> option."""
+    for name, option in others.items():
+        if values[name]:
+            raise UsageError(f"{asked} and {option} cannot be combined; leave one of them out")
 
 
 def asked_for(values: dict[str, Any], **more: Any) -> tuple[Request, Options]:

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import click
 
 from ..registry import UsageError
-from ..results.case_result import CaseResult, Status
+from ..results.case_result import CaseResult, RunKey, Status
 from ..results.failure_text import program
 from ..running.hygiene.other_sources import OtherSources
 from ..running.planning.candidate import Candidate
 from ..running.planning.code_units import Unit, units_of
-from ..running.planning.reach import Key, MappedRun, Place, ReachMap, Since, Touched, changed_units, module_of, touched
+from ..running.planning.reach import MappedRun, Place, ReachMap, Since, Touched, changed_units, module_of, touched
 from ..running.planning.request import MOST_NAMED, Item, Prepared, Request
 from .choosing import only
 from .last_failed import place as place_of_failed
@@ -41,7 +41,7 @@ def since_options(command: F) -> F:
     options = [
         click.option("--map", "maps", is_flag=True, help="Note which functions each case-run reaches."),
         click.option("--since", metavar="REV", help="Only what may reach a change since REV."),
-        click.option("--changed", is_flag=True, help="The same for what is not committed."),
+        click.option("--changed", is_flag=True, help="Like --since HEAD."),
         click.option(
             "--at-most", type=click.IntRange(1), metavar="N", default=MOST, hidden=True,
             help="Limit of --since.",
@@ -157,7 +157,7 @@ def _plain(reach: ReachMap) -> dict[str, Any]:
 
 
 def _read_maps() -> dict[str, ReachMap]:
-    """Spec -> map; empty if there is no file, or none that can be read."""
+    """Spec -> map. The result is empty if the file does not exist or cannot be read."""
     try:
         data = json.loads(place().read_text("utf-8"))
         return {spec: _map(row) for spec, row in data["backends"].items()} if data["format"] == _FORMAT else {}
@@ -185,8 +185,8 @@ def asked_since(request: Request, values: dict[str, Any]) -> tuple[Request, str]
     if not revision:
         return request, ""
     maps = _read_maps()
-    reached: set[Key] = set()
-    checks: dict[Key, tuple[str, ...]] = {}
+    reached: set[RunKey] = set()
+    checks: dict[RunKey, tuple[str, ...]] = {}
     words = []
     for candidate in request.candidates:
         if candidate.spec not in maps:
@@ -228,7 +228,7 @@ def changes_since(reach: ReachMap, revision: str) -> tuple[Touched, str]:
 
 
 def present_units(root: Path, file: str) -> Mapping[str, Unit]:
-    """Name -> unit of a file as it is now; empty if there is none. Raises ``UsageError``."""
+    """Name -> unit of a file as it is now. The result is empty if the file does not exist. Raises ``UsageError``."""
     path = root / file
     return _units(path.read_bytes(), file) if path.is_file() else {}
 
@@ -272,16 +272,16 @@ def only_since(prepared: Prepared, by: str, words: str) -> Prepared:
     since = prepared.request.since
     if since is None:
         return prepared
-    chosen = {_key(item) for item in prepared.plan.since}
+    chosen = {item.key for item in prepared.plan.since}
 
     def keep(row: Item | CaseResult) -> bool:
-        return _key(row) in chosen or (isinstance(row, CaseResult) and row.status is not Status.QUARANTINED)
+        return row.key in chosen or (isinstance(row, CaseResult) and row.status is not Status.QUARANTINED)
 
-    keys = [_key(item) for item in prepared.items]
+    keys = [item.key for item in prepared.items]
     due = sum(map(since.reaches, keys))
     unknown = sum(key not in since.checks for key in keys)
     found = only(prepared, keep, by)
-    ran = sum(since.reaches(_key(item)) for item in found.items)
+    ran = sum(since.reaches(item.key) for item in found.items)
     parts = [f"{ran} of the {due} case-runs that may reach it" if ran < due else f"{due} case-runs may reach it"]
     if unknown:
         parts.append(f"{unknown} of them because the map lacks them")
@@ -290,7 +290,3 @@ def only_since(prepared: Prepared, by: str, words: str) -> Prepared:
         parts.append(f"PARTIAL, {len(found.items)} of {len(keys)} run")
     click.echo(f"  {by}: {words}; {', '.join(parts)}", err=True)
     return found
-
-
-def _key(row: Item | CaseResult) -> tuple[str, str, str]:
-    return row.backend, row.execution, row.case

@@ -14,13 +14,14 @@ from typing import Any
 import click
 
 from ..registry import UsageError
-from ..results.case_result import BAD, CaseResult
+from ..results.case_result import BAD, CaseResult, RunKey
 from ..running.hygiene.other_sources import outermost_folder
 from ..running.planning.candidate import Candidate
 from ..running.planning.request import Item, Options, Prepared, Request, final_code, param_id, prepare
 from ..running.processes.judge_process import judge_for
 from .choosing import choose
-from .last_failed import Key, failed_before, keep_failed
+from .last_failed import failed_before, keep_failed
+from .options import refuse_together
 from .show import Watch, echo_header, print_summary
 
 _NOT_WITH = {
@@ -46,10 +47,10 @@ POLL_S = 0.1
 
 def refuse_with_watch(request: Request, values: Mapping[str, Any]) -> None:
     """Raise ``UsageError`` for an option that a run which never ends cannot have."""
-    for name, option in _NOT_WITH.items():
-        if values["watch"] and values[name]:
-            raise UsageError(f"--watch and {option} cannot be combined; leave one of them out")
-    if values["watch"] and len(request.candidates) != 1:
+    if not values["watch"]:
+        return
+    refuse_together("--watch", _NOT_WITH, values)
+    if len(request.candidates) != 1:
         raise UsageError("--watch runs one backend; name it with --backend or as FILE.py")
 
 
@@ -139,7 +140,7 @@ def _run_once(prepared: Prepared, options: Options, files: Files, began: float, 
         for raw in in_parts(prepared, failed, options.jobs, files):
             result = prepared.ledger.judge(raw)
             results.append(result)
-            if not told or (_key(result) in failed and result.status not in BAD):
+            if not told or (result.key in failed and result.status not in BAD):
                 seconds = time.monotonic() - began
                 click.echo(f"  {seconds:.1f} s: {param_id(result, candidates)} {result.status}", err=True)
                 told = True
@@ -152,14 +153,14 @@ def _run_once(prepared: Prepared, options: Options, files: Files, began: float, 
     return code
 
 
-def in_parts(prepared: Prepared, failed: frozenset[Key], jobs: int, files: Files) -> Iterator[CaseResult]:
+def in_parts(prepared: Prepared, failed: frozenset[RunKey], jobs: int, files: Files) -> Iterator[CaseResult]:
     """Results, first of the case-runs that failed. Between two parts nothing runs, so the judge and the process that
     workers are forked from stay when a save ends the run.
     """
     cases = [list(group) for _, group in groupby(prepared.items, lambda item: (item.backend, item.case))]
     cases = [
-        *([item for item in group if _key(item) in failed] for group in cases),
-        *([item for item in group if _key(item) not in failed] for group in cases),
+        *([item for item in group if item.key in failed] for group in cases),
+        *([item for item in group if item.key not in failed] for group in cases),
     ]
     cases = [group for group in cases if group]
     for number in range(0, len(cases), jobs):
@@ -167,7 +168,3 @@ def in_parts(prepared: Prepared, failed: frozenset[Key], jobs: int, files: Files
             return
         part: Sequence[Item] = [item for group in cases[number : number + jobs] for item in group]
         yield from prepared.judge.run(prepared.plan, part)
-
-
-def _key(row: Item | CaseResult) -> Key:
-    return row.backend, row.execution, row.case

@@ -12,7 +12,7 @@ from typing import Any
 from ..registry import UsageError
 from ..results.case_result import CaseResult
 from ..running.planning.request import Item, Options, Plan, Request, kit_error
-from ..running.planning.shards import Durations, key_of, shards_of
+from ..running.planning.shards import Durations, shards_of
 from ..running.processes.judge_process import search_path
 from . import tasks
 from .ray_module import ray_module
@@ -179,7 +179,7 @@ class ClusterJudge:
         """Results as they come. A case-run whose shard Ray has given up is the kit's own failure."""
         if not self._running:
             self.begin(plan, items)
-        ray, left = self._ray, {key_of(item): item for item in self._items}
+        ray, left = self._ray, {item.key: item for item in self._items}
         pending, lost = list(self._running), ""
         try:
             while pending:

@@ -12,13 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..registry import UsageError
-from ..results.case_result import CaseResult
+from ..results.case_result import CaseResult, RunKey
 from ..running.planning.request import Item, Options, Plan, Request
-from ..running.planning.shards import key_of
 from ..running.processes.judge_process import JudgeProcess
 from .ray_module import ray_module
-
-Key = tuple[str, str, str]
 
 ACCELERATOR_TYPE = "ray.io/accelerator-type"
 """Label that Ray gives to a node with GPUs."""
@@ -31,7 +28,7 @@ class Collector:
     """A Ray actor that keeps results where the driver runs, so that none is lost with a node."""
 
     def __init__(self) -> None:
-        self._finished: set[Key] = set()
+        self._finished: set[RunKey] = set()
         self._new: list[CaseResult] = []
 
     def add(self, result: CaseResult) -> None:
@@ -41,7 +38,7 @@ class Collector:
             self._finished.add(key)
             self._new.append(result)
 
-    def finished(self) -> set[Key]:
+    def finished(self) -> set[RunKey]:
         """Return the case-runs that need not run again."""
         return set(self._finished)
 
@@ -74,7 +71,7 @@ def run_shard(plan: Plan, items: Sequence[Item], options: Options, collector: An
     """Run the unfinished case-runs of a shard; each result is sent to the collector at once."""
     ray = ray_module()
     finished = ray.get(collector.finished.remote())
-    due = [item for item in items if key_of(item) not in finished]
+    due = [item for item in items if item.key not in finished]
     if not due:
         return
     judge = _judge(options, plan.device)

@@ -307,8 +307,8 @@ class Session:
             self._judge = None
 
     def _missing(self) -> list[str]:
-        seen = {(r.backend, r.execution, r.case) for r in self.results}
-        keys = {(i.backend, i.execution, i.case): self._id(i) for i in self.due.values()}
+        seen = {result.key for result in self.results}
+        keys = {item.key: self._id(item) for item in self.due.values()}
         return [name for key, name in keys.items() if key not in seen]
 
     def _keep(self, result: CaseResult) -> None:

@@ -39,6 +39,10 @@ RAN = frozenset({Status.PASSED, Status.KNOWN_FAILURE}) | BAD
 """Statuses of case-runs that really executed."""
 
 
+RunKey = tuple[str, str, str]
+"""Backend, execution and case: they name a case-run."""
+
+
 @dataclass(frozen=True)
 class CaseResult:
     """One case-run: a backend, a mode, an execution and a case."""
@@ -103,6 +107,11 @@ class CaseResult:
         object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
         object.__setattr__(self, "hints", tuple(map(readable, self.hints)))
         object.__setattr__(self, "printed", readable(self.printed))
+
+    @property
+    def key(self) -> RunKey:
+        """Backend, execution and case."""
+        return self.backend, self.execution, self.case
 
     @property
     def emulated(self) -> bool:

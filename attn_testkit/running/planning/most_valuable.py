@@ -126,12 +126,12 @@ def reaching(entries: Sequence[Entry], since: Since) -> tuple[Item, ...]:
 
     def aspects(entry: Entry) -> Features:
         item, case = entry
-        return frozenset((item.backend, each) for each in (*_aspects(item, case), *since.checks.get(_key(item), ())))
+        return frozenset((item.backend, each) for each in (*_aspects(item, case), *since.checks.get(item.key, ())))
 
     def worth(entry: Entry) -> Features:
         return frozenset((entry[0].backend, each) for each in (*pairs_of(entry[1]), *aspects(entry)))
 
-    due = [entry for entry in entries if since.reaches(_key(entry[0]))]
+    due = [entry for entry in entries if since.reaches(entry[0].key)]
     if len(due) > since.most:
         due = list(itertools.islice(richest_first(due, worth), since.most))
     chosen = {item for item, _ in due}
@@ -142,10 +142,6 @@ def reaching(entries: Sequence[Entry], since: Since) -> tuple[Item, ...]:
         met |= aspects(entry)
         chosen.add(entry[0])
     return tuple(item for item, _ in entries if item in chosen)
-
-
-def _key(item: Item) -> tuple[str, str, str]:
-    return item.backend, item.execution, item.case
 
 
 def _aspects(item: Item, case: Case) -> Iterator[Hashable]:

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from ...results.case_result import RunKey
 from .code_units import Unit
 
-Key = tuple[str, str, str]
-"""Backend, execution and case."""
 Place = tuple[str, str]
 """A file, relative to the root of its checkout, and the name of a unit in it."""
 Units = Mapping[str, Mapping[str, Unit]]
@@ -44,14 +43,14 @@ class ReachMap:
 class Since:
     """A selection of case-runs by the functions that they reach."""
 
-    reached: frozenset[Key]
+    reached: frozenset[RunKey]
     """Case-runs that reach a changed function. Those that the map lacks may reach one, too."""
-    checks: Mapping[Key, tuple[str, ...]]
+    checks: Mapping[RunKey, tuple[str, ...]]
     """Case-runs of the map, with the checks that they evaluate."""
     most: int
     """Largest number of case-runs that are selected for what they reach."""
 
-    def reaches(self, key: Key) -> bool:
+    def reaches(self, key: RunKey) -> bool:
         """True if the case-run may reach a changed function."""
         return key in self.reached or key not in self.checks
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar
 from ...profiles import profile_names, read_profile
 from ...registry import UsageError
 from ...reports.verdict import conclude
-from ...results.case_result import CaseResult, Status
+from ...results.case_result import CaseResult, RunKey, Status
 from ...results.finding import Finding
 from ...results.names import EXECUTIONS as EXECUTIONS
 from ...results.names import KIT_ERROR, NO_CASE, NOT_STARTED
@@ -335,6 +335,11 @@ class Item:
     """The end of a process of the kit, in words, that left the first attempt without a result. This attempt is the
     last."""
 
+    @property
+    def key(self) -> RunKey:
+        """Backend, execution and case."""
+        return self.backend, self.execution, self.case
+
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
     """Compare the items with the whole tier; empty if they cover all of it. ``whole``: everything that the tier plans,
@@ -420,8 +425,7 @@ class Prepared:
 
     def problems(self) -> list[str]:
         """Problems of the known-failures file, seen from this run."""
-        runs = [(item.backend, item.execution, item.case) for item in (*self.items, *self.plan.elsewhere)]
-        runs += [(row.backend, row.execution, row.case) for row in self.preset]
+        runs = [row.key for row in (*self.items, *self.plan.elsewhere, *self.preset)]
         return self.ledger.problems(runs, self._exists_beyond)
 
     def _exists_beyond(self, entry: KnownFailure) -> bool:

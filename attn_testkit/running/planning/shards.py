@@ -22,11 +22,6 @@ Durations = Mapping[Key, float]
 """Case-run, without the seed of its run -> seconds."""
 
 
-def key_of(item: Item) -> tuple[str, str, str]:
-    """Name of a case-run: backend, execution and case."""
-    return item.backend, item.execution, item.case
-
-
 def durations_of(reports: Iterable[Report]) -> dict[Key, float]:
     """Seconds of every case-run that ran, from results files. Raises ``UsageError`` if none did."""
     found = {
@@ -94,7 +89,7 @@ def shard_of(plan: Plan, shard: Shard, durations: Durations | None = None) -> Pl
         header=replace(
             header,
             selection=shard_selection(header, shard),
-            plan=digest_of(map(key_of, plan.items)),
+            plan=digest_of(item.key for item in plan.items),
             planned=len(own) + failed,
             planned_in_all=header.planned,
         ),

@@ -218,14 +218,10 @@ class JudgeProcess:
         return _Died(f"the judge's process {ending(code)}")
 
 
-def _key(of: Item | CaseResult) -> tuple[str, str, str]:
-    return of.backend, of.execution, of.case
-
-
 def _strike(items: list[Item], result: CaseResult) -> None:
     """Remove the item of this result."""
     for number, item in enumerate(items):
-        if _key(item) == _key(result):
+        if item.key == result.key:
             del items[number]
             return
 
@@ -233,16 +229,16 @@ def _strike(items: list[Item], result: CaseResult) -> None:
 def _with_once_more(left: list[Item], running: list[Item], how: str) -> Iterator[CaseResult]:
     """Add the case-runs that were running when the judge died to the remaining ones, to repeat them. Yield the results
     that came before."""
-    lost = {_key(item): item for item in running}
+    lost = {item.key: item for item in running}
     running.clear()
     for number, item in reversed([*enumerate(left)]):
-        if _key(item) in lost:
-            again = once_more(lost[_key(item)], how)
+        if item.key in lost:
+            again = once_more(lost[item.key], how)
             if isinstance(again, Item):
                 left[number] = again
             else:
                 del left[number]
-                yield replace(again, repeated=lost[_key(item)].lost)
+                yield replace(again, repeated=lost[item.key].lost)
 
 
 def _fresh(device: str) -> tuple[Connection, subprocess.Popen[bytes]]:
