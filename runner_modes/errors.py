@@ -27,8 +27,9 @@ class RunError(Exception):
 class ContractError(Exception):
     """Raised if a hook or a property returned a value that the contract does not allow."""
 
-    site = ""
-    """Empty, because the line that noticed the error is in the kit and does not help an author."""
+    site: str | tuple[str, int, str] = ""
+    """File, line and function of the author's code. Usually empty: the line that noticed the error is in the kit and
+    does not help an author."""
 
     def __init__(self, message: str, cure: str) -> None:
         super().__init__(message)
@@ -41,7 +42,7 @@ class MissingRankError(ContractError):
 
     def __init__(self, message: str, cure: str, site: tuple[str, int, str] | None) -> None:
         super().__init__(message, cure)
-        self.site = site or ""  # type: ignore[assignment]
+        self.site = site or ""
 
 
 class NoRoomError(Exception):

@@ -40,7 +40,7 @@ class FlashAttn4Backend(KernelBackend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         eager=_MODES,
         graph=_MODES,
-        # Each head dim, ratio, dtype and option is a kernel of its own: these are tried, not all that there are.
+        # A kernel is compiled for each head dim, ratio, dtype and option. The package supports more than these.
         heads=HeadShapes(
             families=frozenset({"mha", "gqa", "mqa"}),
             gqa_ratios=frozenset({1, 4, 8}),

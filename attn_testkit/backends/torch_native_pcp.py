@@ -32,7 +32,7 @@ _EXTEND = frozenset({ForwardMode.EXTEND})
 
 
 class TorchNativePcpBackend(TorchNativeBackend):
-    """Stores k and v of all rows; attends with the rows of its rank."""
+    """Stores the keys and values of all rows, and computes the outputs of its own rows."""
 
     capabilities = Capabilities(
         eager=_EXTEND,

@@ -92,9 +92,7 @@ def _own_slots(observed: Observation, rank: int) -> set[int]:
     """Slots of the tokens whose rows a rank computes."""
     split, found = row_splits_of(observed.schedule.case)[rank], set[int]()
     for request in observed.step.requests:
-        row = torch.arange(request.new)
-        mine = row[split.holds(row, torch.tensor(request.new))].numpy()
-        found.update(request.slots[request.prefix + mine].tolist())
+        found.update(request.slots[request.prefix + split.rows(request.new).numpy()].tolist())
     return found
 
 

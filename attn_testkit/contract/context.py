@@ -155,10 +155,10 @@ class BackendContext:
         """Rank of this instance in prefill context parallelism, 0 .. ``pcp_world_size`` - 1; 0 without it.
 
         A server deals the new rows of each prompt among R ranks (``RowSplit``). A rank is an instance with a separate
-        pool and slots, which stores k and v of all rows and attends with its own rows. ``q`` and the output have the
-        T_r rows of the rank, and so have the batch's ``input_ids`` and ``positions``. ``extend_seq_lens``, its list on
-        the host, ``extend_num_tokens``, ``extend_start_loc`` and ``query_start_loc`` count these rows, of which a
-        request or a batch may have none.
+        pool and slots. It stores the keys and values of all rows, and computes the outputs of its own rows. ``q`` and
+        the output have the T_r rows of the rank, and so have the batch's ``input_ids`` and ``positions``.
+        ``extend_seq_lens``, its list on the host, ``extend_num_tokens``, ``extend_start_loc`` and ``query_start_loc``
+        count these rows, of which a request or a batch may have none.
         ``k``, ``v`` and ``out_cache_loc`` have the T rows of all ranks in the order of requests and positions (with
         ``PrefillRanks.gathers`` ``k`` and ``v`` have the T_r rows of the rank). ``seq_lens`` and ``extend_prefix_lens``
         are the same on all ranks: keys of a request with and without those of the step.

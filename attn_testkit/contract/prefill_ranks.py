@@ -23,8 +23,8 @@ class PrefillRanks(Declared):
     orders: Set[str]
     """Ways in which rows may be dealt: of ``ROW_ORDERS``. Layers that keep a state support ``blocks`` only."""
     gathers: bool = False
-    """True if the backend gathers k and v of the other ranks itself, with ``torch.distributed``: ``forward`` then gets
-    k and v of its own rows, and its ranks run at the same time. False: it gets k and v of the rows of all ranks."""
+    """True if the backend gathers the keys and values of the other ranks itself, with ``torch.distributed``.
+    ``forward`` then gets ``k`` and ``v`` of its own rows only. False: ``forward`` gets those of all ranks."""
 
     def _check(self) -> None:
         self._check_words("orders", ROW_ORDERS)

@@ -60,6 +60,11 @@ class RowSplit:
         of_first = self.start(self.blocks[0] + 1, new_lens) - first
         return torch.where(index < of_first, first + index, last + index - of_first * (len(self.blocks) > 1))
 
+    def rows(self, new: int) -> torch.Tensor:
+        """[n] int64, on the host: the rank's rows in a prompt of ``new`` rows, ascending."""
+        new_lens = torch.tensor(new)
+        return self.row(torch.arange(int(self.lens(new_lens))), new_lens)
+
     def holds(self, row: torch.Tensor, new_lens: torch.Tensor) -> torch.Tensor:
         """Bool: True if the rank has row ``row``."""
         known = (row >= 0) & (row < new_lens)

@@ -19,8 +19,7 @@ def rows_of(split: RowSplit, new: list[int]) -> list[int]:
     """Rows of a rank among those of all requests, which have ``new`` rows each; ascending."""
     found, first = list[int](), 0
     for count in new:
-        row = torch.arange(count)
-        found += (first + row[split.holds(row, torch.tensor(count))]).tolist()
+        found += (first + split.rows(count)).tolist()
         first += count
     return found
 

@@ -31,8 +31,8 @@ class _Mistake:
 
     why: str
     row: Callable[[RowSplit, torch.Tensor, _Prompt], torch.Tensor]
-    """(rank, index of its rows among those of the rank [n], prompt) -> the rows for which it takes them. A negative row
-    is a position in the prefix."""
+    """Function of a rank, of the indices of its rows [n] and of the prompt. Returns the rows that the rank takes them
+    for; a negative one is a position in the prefix."""
 
 
 def _at_the_end(split: RowSplit, index: torch.Tensor, of: _Prompt) -> torch.Tensor:
@@ -103,8 +103,8 @@ def _taken(e: Evidence, mistake: _Mistake) -> Iterator[Supposed]:
     for at, request in enumerate(e.step.requests):
         new = torch.tensor(request.new)
         for split in row_splits_of(e.schedule.case):
-            index = torch.arange(int(split.lens(new)))
-            right, taken = split.row(index, new), mistake.row(split, index, _Prompt(new, request.prefix, first_new))
+            right = split.rows(request.new)
+            taken = mistake.row(split, torch.arange(len(right)), _Prompt(new, request.prefix, first_new))
             position[at, right] = request.prefix + taken
             moved = (right != taken).nonzero()
             if len(moved) and not first:
@@ -127,12 +127,12 @@ def _at_positions(data: StepData, position: torch.Tensor) -> StepData:
 def _own_keys_only(e: Evidence) -> Iterator[Supposed]:
     data, visible = e.expected.data, e.expected.data.visible.clone()
     for at, request in enumerate(e.step.requests):
-        new, row = torch.tensor(request.new), torch.arange(request.new)
         for split in row_splits_of(e.schedule.case):
-            mine = split.holds(row, new)
+            mine = split.rows(request.new)
             hidden = torch.zeros(visible.shape[-1], dtype=torch.bool)
-            hidden[request.prefix : request.prefix + request.new] = ~mine
-            visible[at, row[mine]] = visible[at, row[mine]] & ~hidden
+            hidden[request.prefix : request.prefix + request.new] = True
+            hidden[request.prefix + mine] = False
+            visible[at, mine] = visible[at, mine] & ~hidden
     if not torch.equal(visible, data.visible):
         yield Supposed(
             "each rank attends to the prefix and to the keys of its own rows: gather k and v of the rows of all ranks",
