@@ -22,12 +22,14 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, min_seqlen_k: int | None,
-    seqused_q: torch.Tensor | None, seqused_k: torch.Tensor, gather_kv_indices: torch.Tensor | None,
-    page_table: torch.Tensor, softmax_scale: float | None, causal: bool,
-    window_size: tuple[int | None, int | None], learnable_sink: torch.Tensor | None, softcap: float, num_splits: int,
-    *rest: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, min_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None, page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None), learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attend with rows ``q`` [T, H, D] to pages ``k`` [pages, page size, Hk, D] and ``v`` [pages, page size, Hk, Dv].
 
@@ -35,7 +37,10 @@ def varlen(
     ``AssertionError`` for arguments that the package refuses.
     """
     assert qv is None, "the fake supports only the kernels of SM90"
-    assert seqused_q is None, "the fake supports only pages of keys"
+    assert cu_seqlens_q is not None, "the fake supports only packed rows"
+    assert seqused_q is None, "the fake supports only packed rows"
+    assert page_table is not None, "the fake supports only pages of keys"
+    assert seqused_k is not None, "the fake supports only pages of keys"
     refuse(
         VARLEN, AssertionError, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k, page_table=page_table, learnable_sink=learnable_sink, num_splits=num_splits,
@@ -120,13 +125,7 @@ def _real() -> Any:
 
 
 def _named(implementation: Any, function: str, arguments: Arguments) -> Any:
-    if implementation is not _FAKE:
-        return getattr(implementation, function)(**arguments)
-    rest: dict[str, Any] = {
-        "qv": None, "max_seqlen_k": None, "min_seqlen_k": None, "seqused_q": None, "gather_kv_indices": None,
-        "window_size": (None, None), "softcap": 0.0,
-    }  # fmt: skip
-    return varlen(**rest, **arguments)
+    return getattr(implementation, function)(**arguments)
 
 
 _FAKE = SimpleNamespace(flash_attn_varlen_func=varlen)

@@ -61,18 +61,22 @@ _HEADS_OF_FLASH = (
     _MHA_POOL,
     _SERVER,
 )
-_OF_FLASH = (
+_STEPS_OF_FLASH = (
     # Not the v1 worker's extend, which has no extend_prefix_lens_cpu any more.
     Line("eager", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
     Line("graph", {D, V, V2}, f"{_FLASH}:FlashAttentionBackend.init_cuda_graph_state"),
-    *_HEADS_OF_FLASH,
     Line("bounds.max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
+    Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionBackend.__init__"),
+)
+_OF_FLASH = (
+    *_STEPS_OF_FLASH,
+    *_HEADS_OF_FLASH,
     Line("bounds.max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
     Line("windows.modes", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
     Line("windows.layers", "one", f"{_FLASH}:FlashAttentionBackend.__init__"),
     _WINDOW_OF_ONE,
-    Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionBackend.__init__"),
 )
+_FLASH_3 = Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend")
 
 _OF_DSA = (
     Line("heads.families", {"mla"}, f"{_POOLS}:DSATokenToKVPool"),
@@ -321,29 +325,26 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         "fa3",
         (
             *_OF_FLASH,
-            Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
+            _FLASH_3,
         ),
     ),
     "fa3_mla": BridgeCapabilities(
         "fa3",
         (
-            Line("eager", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
-            Line("graph", {D, V, V2}, f"{_FLASH}:FlashAttentionBackend.init_cuda_graph_state"),
+            *_STEPS_OF_FLASH,
             Line("heads.families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
             Line("precision.dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
             Line("heads.head_dims", {512}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
             Line("heads.mla_rope_dims", {64}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
             Line("kv_pool.page_sizes", {1, 16, 64}, f"{_FLASH}:FlashAttentionBackend.__init__"),
             Line("heads.gqa_ratios", {16, 128}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
-            Line("bounds.max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
             # Not trees, whose second pass takes slots for pages: docs/evidence/findings/sglang-fa3-mla-trees.md.
             Line("bounds.max_topk", 1, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
-            Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionBackend.__init__"),
             # A launch for several rows loads whole pages if they have 64 slots, as a tile has.
             Line("needs.finite_page_tails", {"same"}, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
             _MLA_POOL,
             _SERVER,
-            Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
+            _FLASH_3,
         ),
     ),
     "fa3_draft": BridgeCapabilities(
@@ -354,7 +355,7 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
             *_HEADS_OF_FLASH,
             Line("bounds.max_draft_branches", 4, f"{_FLASH}:FlashAttentionMultiStepBackend.__init__"),
             Line("needs.cpu_seq_lens", False, f"{_FLASH}:FlashAttentionMultiStepBackend"),
-            Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
+            _FLASH_3,
         ),
     ),
     # The same class over the kernels of FlashAttention 4, of which SGLang has a copy.
