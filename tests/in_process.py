@@ -16,7 +16,7 @@ from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.candidate import candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
 
-__all__ = ["check_backend", "plan_run", "run", "run_item", "texts_of_failure"]
+__all__ = ["assert_passes_on_fakes", "check_backend", "plan_run", "run", "run_item", "texts_of_failure"]
 
 
 def check_backend(backend: Any, **more: Any) -> Results:
@@ -24,6 +24,13 @@ def check_backend(backend: Any, **more: Any) -> Results:
     expects of a finding does not depend on the load of the machine.
     """
     return attn_testkit.check_backend(backend, in_process=True, **{"diagnose_seconds": None, **more})
+
+
+def assert_passes_on_fakes(backend: str, execution: str, cases: Sequence[str]) -> None:
+    """Every case passes, and its result says that the kernels are fakes."""
+    rows = [row for row in check_backend(backend, device="cpu", executions=[execution], cases=cases) if row.case]
+    assert {row.case: [f.headline for f in row.findings] for row in rows} == {case: [] for case in cases}
+    assert {(row.status, row.kernels) for row in rows} == {(Status.PASSED, "emulated")}
 
 
 def texts_of_failure(backend: Any, message: str, **more: Any) -> list[str]:
