@@ -8,6 +8,7 @@ build/pages.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
 import posixpath
@@ -140,7 +141,7 @@ def glossary() -> str:
 
 def command_line() -> str:
     lines = [
-        "`attn-testkit COMMAND --help` prints the same. Data goes to stdout, everything else to stderr. "
+        "`attn-testkit COMMAND --help` prints what most users need. Data goes to stdout, everything else to stderr. "
         "[Exit codes](running.md#exit-codes) are the same for all commands.",
         "",
         *_options(commands),
@@ -173,7 +174,10 @@ def _options(command: click.Command) -> list[str]:
     """A table of the arguments and options of a command."""
     rows = []
     with click.Context(command) as ctx:
-        for each in command.params:
+        for param in command.params:
+            # Help is one screen, and leaves out options that few need.
+            each = copy.copy(param)
+            each.hidden = False  # type: ignore[attr-defined]
             shown = each.get_help_record(ctx)
             if shown:
                 rows.append(shown)
