@@ -425,7 +425,7 @@ class Prepared:
 
     def problems(self) -> list[str]:
         """Problems of the known-failures file, seen from this run."""
-        runs = [row.key for row in (*self.items, *self.plan.elsewhere, *self.preset)]
+        runs = [item.key for item in (*self.items, *self.plan.elsewhere)] + [row.key for row in self.preset]
         return self.ledger.problems(runs, self._exists_beyond)
 
     def _exists_beyond(self, entry: KnownFailure) -> bool:
