@@ -110,6 +110,20 @@ def test_a_chunk_and_a_part_of_a_step_have_the_selections_of_the_whole() -> None
         assert {tuple(row) for row in mine[0].tolist()} <= rows
 
 
+def test_a_chunk_that_is_not_causal_selects_later_keys_of_its_own_rows_and_none_of_later_chunks() -> None:
+    schedule = make_schedule(parse_case(f"{EXTEND}-noncausal"))
+    later = False
+    for step in (step for step in schedule.steps if step.chunk_of is not None):
+        data = make_sparse_data(schedule, step)
+        assert data.allowed is not None
+        assert data.allowed.shape[-1] == max(step.lens)
+        assert not (data.allowed & ~data.visible).any()
+        keys = torch.arange(max(step.lens))
+        rows = data.allowed[:, data.row_request, data.row_offset]
+        later = later or bool((rows & (keys > data.row_key[:, None])).any())
+    assert later
+
+
 def test_where_every_key_is_selected_the_answer_is_that_of_dense_attention() -> None:
     schedule, step = first_step(DECODE.replace("k40.9.100", "k4.9.14"))
     found = answer(schedule, make_sparse_data(schedule, step), False)

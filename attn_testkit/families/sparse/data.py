@@ -73,7 +73,8 @@ def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Int
 @cached(LRUCache(KEPT_BYTES, getsizeof=lambda keys: keys.nbytes), key=numbers_of, lock=threading.Lock())
 def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
     """[L, T, topk] int64: keys that each live row selects, as positions in its request along S, or blocks; -1: none. A
-    part of a step, and a chunk of it, have the selections of the whole step.
+    part of a step, and a causal chunk of it, have the selections of the whole step. If layers are not causal, rows of
+    the whole step select keys of later chunks, which a chunk cannot attend to, so it has selections of its own.
     """
     selection, layers = schedule.case.selection, schedule.case.layers.count
     assert selection is not None
@@ -81,7 +82,7 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
         whole, indices = step.part_of
         of_row = make_step_data(schedule, whole).row_request
         return _selected_keys(schedule, whole)[:, torch.cat([(of_row == index).nonzero()[:, 0] for index in indices])]
-    if step.chunk_of is not None:
+    if step.chunk_of is not None and variant_of(schedule.case).causal:
         whole, pairs = step.chunk_of, zip(step.requests, step.chunk_of.requests, strict=True)
         data = make_step_data(schedule, whole)
         first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
