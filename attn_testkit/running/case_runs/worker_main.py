@@ -27,7 +27,7 @@ from ...steps.schedule import forget_schedules
 from ...watches.launches import Launches
 from ..hygiene.left_running import Running
 from ..hygiene.oracle_sealed import seal_oracle
-from ..hygiene.other_sources import use_other_sources
+from ..hygiene.other_sources import derived_here, use_other_sources
 from ..hygiene.process_state import ProcessState, changes, restore, take_state, unchanged
 from ..hygiene.server_imports import ServerImports
 from ..hygiene.tested_file import stale_byte_code, tested_file
@@ -204,7 +204,7 @@ def serve(
         notes = use_other_sources(candidate.sources)
         worker = LocalWorker(candidate, device)
         if notes:
-            notes.imported(worker.backend_class.__module__)
+            notes.imported(worker.backend_class.__module__, derived_here(worker.backend_class))
     except UsageError as error:
         connection.send(str(error))
         return

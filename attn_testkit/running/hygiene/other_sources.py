@@ -107,16 +107,16 @@ class Notes:
         if self._modules:
             sys.settrace(self._called)
 
-    def imported(self, module: str) -> None:
+    def imported(self, module: str, derived: Sequence[str] = ()) -> None:
         """Note the files of the modules, and the lines that ran during their import. ``module``: the module of the
-        class."""
+        class; ``derived``: names of the classes there that are derived from it."""
         files: dict[str, str] = {}
         for name in (module, *self._sources.located):
             try:
                 files[name] = getattr(importlib.import_module(name), "__file__", None) or ""
             except ImportError as error:
                 raise UsageError(f"module {name!r} cannot be imported: {error}") from error
-        self._write({"files": files})
+        self._write({"files": files, "derived": list(derived)})
 
     def drove(self, case: str, execution: str) -> None:
         """Note the lines that ran since the last time."""
@@ -152,7 +152,7 @@ class Functions:
         threading.settrace(self._called)
         sys.settrace(self._called)
 
-    def imported(self, module: str) -> None:
+    def imported(self, module: str, derived: Sequence[str] = ()) -> None:
         """Note the functions that ran during the import. ``module``: the module of the class."""
         file = getattr(sys.modules.get(module), "__file__", None) or ""
         self._own = os.path.abspath(file) if file else ""
@@ -191,6 +191,12 @@ class Functions:
         of_kit = any(path.startswith(folder) for each in DISTRIBUTIONS if (folder := folder_of(each)))
         adapters = (os.path.join(folder_of(KIT), "backends", ""), os.path.join(folder_of(SERVERS), "fakes", ""))
         return not of_kit or path.startswith(adapters)
+
+
+def derived_here(backend: type) -> list[str]:
+    """Names of the classes derived from ``backend`` that its own module defines: they are other backends."""
+    children = [child for child in backend.__subclasses__() if child.__module__ == backend.__module__]
+    return [name for child in children for name in (child.__qualname__, *derived_here(child))]
 
 
 _INSTALLED = {"site-packages", "dist-packages"}

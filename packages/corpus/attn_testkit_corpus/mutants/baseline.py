@@ -25,8 +25,9 @@ MEMORY = 8 << 30
 """Bytes that a worker may take beyond what it has at its start: a mutant may ask for any number."""
 
 
-def read_sources(backend: str, modules: Sequence[str], device: str) -> dict[str, bytes]:
-    """Module -> its text: of the module that holds the backend's class, and of further ones.
+def read_sources(backend: str, modules: Sequence[str], device: str) -> tuple[dict[str, bytes], frozenset[str]]:
+    """Module -> its text: of the module that holds the backend's class, and of further ones. Next to it the names of
+    the classes in the first module that are derived from the backend's, which are other backends.
 
     Raises ``UsageError`` for a module that cannot be imported, or that is not Python.
     """
@@ -34,14 +35,14 @@ def read_sources(backend: str, modules: Sequence[str], device: str) -> dict[str,
         runner = Runner()
         with closing(runner):
             runner.declared(Candidate(backend, sources=OtherSources(located=tuple(modules), notes=folder)), device)
-        files: dict[str, str] = next(row["files"] for row in _Notes(Path(folder)).new())
+        imported = next(_Notes(Path(folder)).new())
     sources = {}
-    for module, file in files.items():
+    for module, file in imported["files"].items():
         if not file.endswith(".py"):
             what = f"its file is {Path(file).name}" if file else "it has no file"
             raise UsageError(f"module {module!r} is not written in Python ({what}): there is nothing to mutate")
         sources[module] = Path(file).read_bytes()
-    return sources
+    return sources, frozenset(imported["derived"])
 
 
 def run_baseline(

@@ -58,11 +58,13 @@ def hunt(settings: Settings, see: See = lambda what, done, total: None) -> Hunt:
     environment = resolve(settings.device)
     environment.prepare_process()
     begin_forking()
-    sources = read_sources(settings.backend, settings.modules, settings.device)
+    sources, derived = read_sources(settings.backend, settings.modules, settings.device)
     everything = [m for module, text in sources.items() for m in _mutants(module, text)]
     if not everything:
         raise UsageError(f"there is nothing to mutate in {', '.join(sources)}; name a module with --mutate")
     reasons = _reasons(settings.equivalents, everything) if settings.equivalents else {}
+    # No case of this backend could reach a class that is derived from it.
+    everything = [mutant for mutant in everything if mutant.scope.partition(".")[0] not in derived]
     chosen = _lot(everything, settings.sample, settings.seed)
     with tempfile.TemporaryDirectory(prefix="attn-testkit-mutants-") as folder:
         party = _Party(settings, sources, Path(folder), see, started)

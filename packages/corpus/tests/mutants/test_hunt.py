@@ -34,6 +34,10 @@ class Tiny(MinimalBackend):
 
     def never(self, q):
         return q * 3.0
+
+class Derived(Tiny):
+    def run(self, q, kv, plan):
+        return super().run(q, kv, plan) * 7.0
 """
 
 
@@ -77,6 +81,7 @@ def test_a_wrong_number_is_killed_a_limit_survives_and_an_unreached_line_is_name
     assert was["return q * 6.0"] == UNREACHED
     assert was["MOST_ROWS = 2"] == CAPABILITIES
     assert not any("capabilities" in line for line in was)
+    assert not any(mutant.scope.startswith("Derived") for mutant in found.mutants)
     killed = next(v for m in found.mutants if "* 2.0" in m.becomes for v in [found.verdicts[m.id]])
     assert (killed.by, killed.runs) == ("matches-oracle", 1)
     # The file itself was never touched, and nothing was written beside it but the journal and byte code.
