@@ -515,7 +515,7 @@ def pool_image(
         if data.row_format:
             image[:, -1, at] = data.row_format.pack(torch.ones(data.row_format.width))
         else:
-            image[:, -1, at, :, : schedule.case.head_dim] = _bytes_if_fp8(torch.ones((), dtype=dtype))
+            image[:, -1, at, :, : schedule.case.head_dim] = bytes_if_fp8(torch.ones((), dtype=dtype))
     for layer, each in enumerate(schedule.case.head_maps):
         # Heads and dims that a layer lacks are zeros here too, whatever its slots hold.
         image[layer] = each.kv_whole(each.kv_part(image[layer]))
@@ -585,7 +585,7 @@ def stored_parts(data: StepData) -> list[torch.Tensor]:
     if values is None:
         return [keys]
     if missing := keys.shape[-1] - values.shape[-1]:
-        padded = torch.nn.functional.pad(_bytes_if_fp8(values), (0, missing))
+        padded = torch.nn.functional.pad(bytes_if_fp8(values), (0, missing))
         values = padded.view(values.dtype)
     return [keys, values]
 
@@ -625,10 +625,10 @@ def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
         b, at = torch.cat([b, data.encoder.request]), torch.cat([at, data.encoder.place])
         slots = torch.cat([slots, data.encoder.slots])
     stored = stored_parts(data)
-    rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)
+    rows = torch.stack([bytes_if_fp8(source)[:, b, at] for source in stored], 1)
     if data.encoder:
         of_encoder = np.arange(len(slots)) >= len(data.out_cache_loc)
-        rows = data.encoder.unowned_elsewhere(rows, of_encoder, _bytes_if_fp8(nan_of(data.stored_keys.dtype)))
+        rows = data.encoder.unowned_elsewhere(rows, of_encoder, bytes_if_fp8(nan_of(data.stored_keys.dtype)))
         if data.stored_values is not None:
             # No pool stores the columns after narrower values, so a slot without an owner has zeros there, too.
             rows[:, 1, ..., data.stored_values.shape[-1] :] = 0
@@ -636,7 +636,8 @@ def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
     return slots, rows[:, :, order].view(data.stored_keys.dtype)
 
 
-def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    """View as uint8 of a tensor of one byte per number, since torch cannot index or fill FP8; others unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 

@@ -110,6 +110,22 @@ def test_a_chunk_and_a_part_of_a_step_have_the_selections_of_the_whole() -> None
         assert {tuple(row) for row in mine[0].tolist()} <= rows
 
 
+@pytest.mark.parametrize("pool", ["", "-kvfp8e4m3"])
+def test_the_image_of_a_pool_has_nan_where_no_row_selects_and_numbers_where_one_does(pool: str) -> None:
+    schedule = make_schedule(parse_case(DECODE.replace("-sel16", f"{pool}-sel16")))
+    step = schedule.steps[1]
+    data = make_sparse_data(schedule, step)
+    image = SPARSE.memory.image(schedule, step, data, False, after=False).float()
+    assert data.allowed is not None
+    place = max(range(step.bs), key=lambda place: step.requests[place].prefix)
+    request = step.requests[place]
+    selected = data.allowed[0, place, 0, : request.prefix]
+    assert not selected.all()
+    keys = image[0, 0, torch.from_numpy(request.slots[: request.prefix])].flatten(1)
+    assert keys.isnan().all(1).equal(~selected)
+    assert keys.isfinite().all(1).equal(selected)
+
+
 def test_a_chunk_that_is_not_causal_selects_later_keys_of_its_own_rows_and_none_of_later_chunks() -> None:
     schedule = make_schedule(parse_case(f"{EXTEND}-noncausal"))
     later = False

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...steps.data import StepData, nan_of, pool_image, stored_kv
+from ...steps.data import StepData, bytes_if_fp8, nan_of, pool_image, stored_kv
 from ...steps.schedule import Schedule, Step
 from ..family import Memory
 from ..softmax.memory import KV_POOL
@@ -66,7 +66,7 @@ def _image(
         return image
     image = image.clone()
     for layer, lost in enumerate(torch.from_numpy(_not_selected(schedule, step, data))):
-        image[layer, :, lost] = nan_of(image.dtype)
+        bytes_if_fp8(image)[layer, :, lost] = bytes_if_fp8(nan_of(image.dtype))
     return image
 
 
