@@ -685,4 +685,6 @@ def _schema_type(part: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        raise SystemExit(__doc__)
     write(pages(), Path(sys.argv[1]))
