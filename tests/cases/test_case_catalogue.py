@@ -49,6 +49,16 @@ def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Ca
     return cases
 
 
+def test_latent_rows_of_512_are_as_frequent_in_core_where_narrower_heads_are_declared_too() -> None:
+    heads = {"families": {"gqa", "mla"}, "gqa_ratios": {2}, "head_dims": {64, 128, 512}, "mla_rope_dims": {64}}
+    cases = picked(DECODE, heads=heads, kv_pool={"page_sizes": {1, 16, 64}})
+    latent = [case for case in cases if case.heads.layout.values_in_keys]
+    wide = [case for case in latent if case.head_dim == 512]
+    assert len(wide) * 3 >= len(latent)
+    assert {case.page_size for case in wide} == {1, 16, 64}
+    assert max(case.head_dim for case in cases if not case.heads.layout.values_in_keys) == 128
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33, 39, 40])
 @pytest.mark.parametrize("mode", [VERIFY, V1, V2], ids=str)
 def test_requests_have_as_many_rows_as_are_declared_and_never_more(mode: ForwardMode, rows: int) -> None:

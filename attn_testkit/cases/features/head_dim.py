@@ -32,16 +32,25 @@ def _has_two_widths(declared: Capabilities) -> bool:
     )
 
 
+def _dims(declared: Capabilities, *, of_mla: bool) -> list[int]:
+    """Head dims of the array, ascending."""
+    dims = sorted(dim for dim in declared.heads.head_dims if dim <= _WIDEST)
+    return dims if of_mla else [dim for dim in dims if dim <= _WIDEST_OF_OTHERS] or dims
+
+
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
-    dims = [dim for dim in declared.heads.head_dims if dim <= _WIDEST]
-    if per_head(declared):
-        dims = [dim for dim in dims if dim <= _WIDEST_OF_OTHERS] or dims
-    found = {"head_dim": some_of(dims, 2 if tier == "smoke" else 3)}
+    found = {"head_dim": some_of(_dims(declared, of_mla=not per_head(declared)), 2 if tier == "smoke" else 3)}
     return {**found, "rope_dim": sorted(declared.heads.mla_rope_dims)} if latent(declared) else found
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
-    return {"rope_dim": row["rope_dim"] if so_far["heads"].layout.values_in_keys else 0}
+    if not so_far["heads"].layout.values_in_keys:
+        return {"rope_dim": 0}
+    found = {"rope_dim": row["rope_dim"]}
+    if per_head(declared) and row["head_dim"] in _dims(declared, of_mla=False)[-1:]:
+        # The widest of the column is that of other heads; DeepSeek's latent rows are wider.
+        found["head_dim"] = _dims(declared, of_mla=True)[-1]
+    return found
 
 
 def _wider_of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
