@@ -2,7 +2,7 @@
 
 Extend compares the rows that a prefill leaves in a pool, bit for bit. So the kit fills the sender's pools itself: with
 the rows that the receiver's pools should get, in the sender's pages, and with other rows for heads of other ranks. The
-receiver's slots hold NaN until ``receive`` has run. After a mistake the kit puts the right rows there, so that the other
+receiver's slots hold NaN until ``receive`` has run. After a mistake the kit puts the right rows there, so that other
 checks see a step that had the right memory.
 """
 
