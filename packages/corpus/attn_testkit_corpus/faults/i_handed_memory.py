@@ -60,7 +60,7 @@ class LayoutIsNotConverted(HandedParent):
 
 @fault("vLLM #48758", _CHECKS, "another token: a page has")
 class PrefixIsTrimmedAtTheWrongEnd(HandedParent):
-    """With a part of the prompt here already, the sender's first blocks arrive instead of its last ones."""
+    """The sender's first blocks arrive instead of its last ones if a part of the prompt is here already."""
 
     def sender_slot(self, sender: KVGroup, request: HandedRequest, token: int) -> torch.Tensor:
         return super().sender_slot(sender, request, token - request.starts[0])
@@ -104,7 +104,7 @@ class FreedPagesAreReceived(HandedGroups):
 
 @fault("sglang #31218, #31060", _CHECKS)
 class IndexPagesAreMovedByToken(HandedIndices):
-    """Pages of index keys are copied by the numbers of tokens, which are no pages."""
+    """Pages of index keys are copied by the numbers of tokens, as if a page had one."""
 
     def copy_indices(self, own: torch.Tensor, theirs: torch.Tensor, to: torch.Tensor, at: torch.Tensor) -> None:
         own[:, to % own.shape[1]] = theirs[:, at % theirs.shape[1]]
@@ -120,7 +120,7 @@ class WholeIndexPagesArrive(HandedIndices):
 
 @fault("ATOM #1737", _CHECKS, "nothing was stored there", modelled="upstream the second buffer holds the rope part")
 class IndexScalesAreLeftOut(HandedIndices):
-    """Of two planes only the first is described, so keys arrive without their scales."""
+    """Index keys arrive without their scales, because only the first of two planes is described."""
 
     def planes(self, own: torch.Tensor, theirs: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         keys, _ = super().planes(own, theirs)
