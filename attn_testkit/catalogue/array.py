@@ -61,7 +61,7 @@ convolutions of a kind of states."""
 _SETTINGS = ("heads", "head_dim", "dtype", "kv_dtype", "page_size", "state_dtype", "conv_width", "padded_states",
              "fresh", "order")  # fmt: skip
 """Columns that smoke tells apart first: where two of them always occur together, one wrong setting looks like two."""
-_KINDS = ("heads", "kv_dtype", "conv_width")
+_KINDS = ("heads", "kv_dtype", "conv_width", "handed_from")
 """Columns with a value that may exclude what another value allows."""
 _PLAIN_ROWS = 16
 _EXCHANGED = ("heads", "head_dim", "page_size", "prefixes", "new_tokens", "tree", "width", "draft")
