@@ -208,7 +208,7 @@ class Receiver:
         shape = len(context.groups), self._rows + 1, max(columns, 1)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=context.device)
         self._senders = tuple(self._sender() for _ in range(handed.senders))
-        states = context.state and context.state.pool
+        states = None if context.state is None else context.state.pool
         self._own = self._pools(self._groups, context.index_pool, states, handed.ranks)
         self._sent = [self._pools(each.groups, each.index_pool, each.state, handed.senders) for each in self._senders]
 
@@ -276,8 +276,8 @@ class Receiver:
         backend.receive(HandOver(self._senders, requests, self._rank, self._handed.ranks, self._kv_heads))
         with past_modes():
             wrong = [each for index, of in enumerate(rows) for each in self._wrong(index, before[index], of)]
-            for rank, (pools, copies) in enumerate(zip(self._sent, sent, strict=True)):
-                if any(pool.changed(copy) for pool, copy in zip(pools, copies, strict=True)):
+            for rank, (pools, whole) in enumerate(zip(self._sent, sent, strict=True)):
+                if any(pool.changed(copy) for pool, copy in zip(pools, whole, strict=True)):
                     wrong.append(Place.of("the sender's memory", rank=rank))
             for pool, copies in zip(self._own, before, strict=True) if wrong else ():
                 for now, was in zip(pool.memory, copies, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -46,7 +46,7 @@ class Place:
     """Place in the sender's memory with the numbers that are here."""
 
     @classmethod
-    def of(cls, what: str, **more: int) -> Self:
+    def of(cls, what: str, **more: Any) -> Self:
         """A place, by words."""
         return cls(_WHATS.index(what), **more)
 

@@ -141,7 +141,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
     """Each kind of ranks, page size and layout at least once; ``catalogue/handed.py`` has more of them together."""
     listed = kinds_and_pools(declared)
-    most = max(map(len, listed))
+    most = max(len(each) for each in listed)
     every = zip(*(islice(cycle(each), most) for each in listed), strict=True)
     return {"handed_from": ["", *every]} if most else {}
 
