@@ -220,8 +220,8 @@ HANDED = Feature(
     explained=(
         Entry(
             "handed2to4p16hnd",
-            "Before each step 2 tensor-parallel ranks of another instance hand its requests over to this one, one "
-            "of 4. Their KV pool has pages of 16 slots in the layout hnd. k2 after the 4: the model has 2 KV heads.",
+            "Before each step 2 tensor-parallel ranks of another instance hand its requests over to this one of 4, "
+            "from pages of 16 slots in the layout hnd. With k2 after the 4 the model has 2 KV heads.",
             also=("prefill/decode disaggregation", "PD disaggregation", "KV transfer", "KV connector", "hand over"),
             page="how-to/hand-memory-over.md",
             numbers=True,
