@@ -49,6 +49,7 @@ from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
+from .handing_over import Receiver, Wrong
 from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
 from .memories import memories_of
@@ -80,6 +81,9 @@ class StagedStep:
     """Rows that the model looks up, [T, L, bytes]: q, k, v of a token are adjacent."""
     tokens: torch.Tensor | None = None
     """Rows of the model's table, [T] int64, host; None if they are in sequence."""
+
+    wrong: Wrong = field(default_factory=list)
+    """Places of memory that another instance handed over and that are not as it has them."""
 
     @property
     def ids(self) -> torch.Tensor:
@@ -283,6 +287,7 @@ class ServerHarness:
             scratch(memory)  # padded rows may all be stored there
         strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
+        self._receiver = Receiver(self.context, schedules) if self.case.handed else None
         self.memory = MemoryUse()
         with self.memory.kept("persistent"), no_mode_left():
             self.backend = self._backend(backend_class)
@@ -404,8 +409,12 @@ class ServerHarness:
         if self.index and schedule.case.indexer:
             self.index.load(schedule, step)
         self._load_encoder(data)
+        wrong: Wrong = []
+        if self._receiver and step.follows is None:
+            with blame("receive", step.label):
+                wrong = self._receiver.hand_over(self.backend, schedule, step, self.in_groups)
         slots = (schedule.num_pages + 1) * schedule.case.page_size
-        return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows)
+        return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows, wrong=wrong)
 
     def _load_encoder(self, data: StepData) -> None:
         """Give the model k and v of the encoder tokens that cross-attention layers store in the step."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, RanBefore, copies_from
+from attn_testkit.checks.received import as_numbers
 from attn_testkit.contract import ForwardMode
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
@@ -136,6 +137,10 @@ def observe(
         pieces += memory.pieces(due, [next(found) for _ in look])
     if harness.index and index:
         pieces += harness.index.changes(next(found))
+    if staged.wrong:
+        wrong = as_numbers(staged.wrong)
+        raw = wrong.reshape(-1).view(torch.uint8).numpy()
+        pieces.append(Piece("received", "wrong", wrong.dtype, tuple(wrong.shape), raw))
     damaged = canaries.damaged(next(found)) if canaries is not None and state else ()
     observed = Observation(
         staged.schedule,

@@ -196,6 +196,12 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("from rank 0 on"), Value("from the last rank on")),
         ranks_have_no_order,
     ),
+    DerivedParameter(
+        "receiving-rank",
+        "tensor-parallel rank that receives the memory of requests",
+        (),
+        lambda case: bool(case.handed),
+    ),
     # The scale of such a tile is 0 if it is computed like the others, and zeros are divided by it (aiter #4195).
     DerivedParameter(
         "tiles-of-zeros",

@@ -100,6 +100,9 @@ class Fields:
     row_ranks: str = ""
     """Ranks among which the rows of each prompt are dealt, as ``3zigzag``: R and one of ``ROW_ORDERS``
     (``features/row_ranks.py``). Empty: one instance computes all rows."""
+    handed: str = ""
+    """The instance from which the requests of a step come, as ``2to4p16hnd``: 2 tensor-parallel ranks hand over to one
+    of 4, from pages of 16 slots in the layout ``hnd`` (``features/handed.py``). Empty: they have been here before."""
     multi_mode: bool = False
     """True if graph runs of all declared modes share one backend instance and are interleaved."""
     variants: frozenset[str] = frozenset()

@@ -20,6 +20,7 @@ from cachetools import LRUCache, cached
 from ..cases.case import Case
 from ..cases.declared import within_declared
 from ..cases.features.feature import Columns, Row, Without
+from ..cases.features.handed import HANDED_FROM
 from ..cases.features.head_dim import WIDER_KEYS
 from ..cases.features.row_ranks import DEALT
 from ..cases.features.server_variant import VARIANTS
@@ -42,7 +43,7 @@ _COLUMNS: Sequence[Columns] = [
     WIDER_KEYS,
     SIZES,
 ]
-_OF_STATES: Sequence[Columns] = [STATES, DEALT, VARIANTS, SIZES]
+_OF_STATES: Sequence[Columns] = [STATES, DEALT, HANDED_FROM, VARIANTS, SIZES]
 """Columns for layers that keep a state: their lengths and data are others."""
 _ALL = [*_COLUMNS, STATES]
 _MEETS: Mapping[str, Sequence[str]] = {name: others for each in _ALL for name, others in each.meets.items()}
@@ -60,7 +61,7 @@ convolutions of a kind of states."""
 _SETTINGS = ("heads", "head_dim", "dtype", "kv_dtype", "page_size", "state_dtype", "conv_width", "padded_states",
              "fresh", "order")  # fmt: skip
 """Columns that smoke tells apart first: where two of them always occur together, one wrong setting looks like two."""
-_KINDS = ("heads", "kv_dtype", "conv_width")
+_KINDS = ("heads", "kv_dtype", "conv_width", "handed_from")
 """Columns with a value that may exclude what another value allows."""
 _PLAIN_ROWS = 16
 _EXCHANGED = ("heads", "head_dim", "page_size", "prefixes", "new_tokens", "tree", "width", "draft")

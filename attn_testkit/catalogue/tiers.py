@@ -30,6 +30,7 @@ from .declared_pairs import declared_pair_cases
 from .extremes import extreme_cases, halfway_cases
 from .feature_cases import feature_cases
 from .full_contexts import full_context_cases
+from .handed import handed_cases
 from .indexer_cases import indexer_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
 from .kv_splits import split_cases
@@ -129,6 +130,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, fou
         yield from full_context_cases(declared, base)
         yield from uniform_batch_cases(declared, base)
         yield from many_request_cases(declared, base)
+        yield from handed_cases(declared, base)
     yield from row_rank_cases(declared, base, tier)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)

@@ -9,6 +9,7 @@ from .context import BackendContext
 from .cross_attention import ENCODER_SLOTS, CrossAttention
 from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
+from .hand_over import SENDER_RANKS, HandedRequest, HandOver, Receives, Sender, heads_of_rank
 from .head_shapes import FAMILIES, HeadShapes
 from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool, index_scales
 from .kernel_backend import KernelBackend
@@ -54,6 +55,7 @@ __all__ = [
     "NON_CAUSAL_WINDOWS",
     "ROW_FORMATS",
     "ROW_ORDERS",
+    "SENDER_RANKS",
     "SGLANG",
     "VLLM",
     "AttentionBackend",
@@ -68,6 +70,8 @@ __all__ = [
     "Execution",
     "ForwardBatch",
     "ForwardMode",
+    "HandOver",
+    "HandedRequest",
     "HeadShape",
     "HeadShapes",
     "IndexPool",
@@ -88,9 +92,11 @@ __all__ = [
     "Precision",
     "PrefillRanks",
     "Promises",
+    "Receives",
     "Requires",
     "RowFormat",
     "RowSplit",
+    "Sender",
     "ServerConventions",
     "Snapshot",
     "Spans",
@@ -107,6 +113,7 @@ __all__ = [
     "VerifyInput",
     "VerifyMask",
     "Windows",
+    "heads_of_rank",
     "index_scales",
     "refuse_undeclared",
 ]

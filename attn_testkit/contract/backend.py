@@ -11,6 +11,7 @@ import torch
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
 from .context import BackendContext
+from .hand_over import HandOver
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_split import KVSplit
 from .layer import AttentionLayer
@@ -201,6 +202,16 @@ class AttentionBackend(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} declares lse with merges=True but does not define merge_state"
         )
+
+    def receive(self, handed: HandOver) -> None:
+        """Copy the memory of requests from another instance into this one's pools: K and V, index keys, states.
+
+        Called if ``capabilities.receives`` is declared, before the plan of the step in which the requests occur, and
+        never under capture. Every byte is copied as it is, in each layer: the heads of this rank, wherever the sender's
+        ranks have them, from the sender's pages into this instance's. Of the receiver's memory only the slots of
+        ``HandedRequest`` and page 0 may change, and nothing of the sender's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares receives but does not define receive")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare one eager step."""

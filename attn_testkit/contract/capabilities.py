@@ -9,6 +9,7 @@ from .bounds import Bounds
 from .context import BackendContext
 from .cross_attention import CrossAttention
 from .declared import Declared, mode_named
+from .hand_over import Receives
 from .head_layout import HEAD_LAYOUTS
 from .head_shapes import HeadShapes
 from .kv_pools import KVPools
@@ -88,6 +89,9 @@ class Capabilities(Declared):
     prefill_ranks: PrefillRanks | None = None
     """Ways in which the rows of a prompt may be dealt among ranks (prefill context parallelism), in extend. None: an
     instance computes all rows of its prompts."""
+    receives: Receives | None = None
+    """Instances from which the backend receives the memory of requests, such as prefill servers
+    (``AttentionBackend.receive``). None: its requests have all their tokens here."""
     needs: Needs = field(default_factory=Needs)
     """Needs of the backend. A backend that needs less can do more."""
     requires: Requires = field(default_factory=Requires)
@@ -101,6 +105,10 @@ class Capabilities(Declared):
             raise ValueError(f"Capabilities.lse must be a LogSumExp, got {self.lse!r}; write LogSumExp(base='e', ...)")
         if not isinstance(self.sparse, Sparse | None):
             raise ValueError(f"Capabilities.sparse must be a Sparse, got {self.sparse!r}; write Sparse(topk={{2048}})")
+        if not isinstance(self.receives, Receives | None):
+            raise ValueError(
+                f"Capabilities.receives must be a Receives, got {self.receives!r}; write Receives(page_sizes={{16}})"
+            )
         self._check_prefill_ranks()
         self._check_row_formats()
         if self.sparse is not None:

@@ -97,6 +97,12 @@ class StateLayer(AttentionLayer):
         }[self.kind]
 
     @property
+    def channels(self) -> tuple[tuple[int, int], ...]:
+        """Heads and their width, of each part of ``mixed`` in its order. Tensor parallelism splits each part."""
+        keys, values = (self.k_heads, self.k_dim), (self.v_heads, self.v_dim)
+        return (values, keys, keys) if self.kind == "mamba" else (keys, keys, values)
+
+    @property
     @override
     def head_layout(self) -> HeadLayout:
         """The layout of the layer's heads, which is named after its kind."""

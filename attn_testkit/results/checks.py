@@ -90,7 +90,7 @@ _TABLE = (
         "`attended` shows which KV tokens a wrong row attended to and which it should have. If they are the right "
         "ones, look at scale, soft cap, sinks and the mapping of heads.",
         evaluated_from=Stage.OBSERVED,
-        place=11,
+        place=12,
         role="outputs",
     ),
     Check(
@@ -100,7 +100,7 @@ _TABLE = (
         "flashinfer #4401; sglang #26521",
         "The NaN was computed, not read: an empty sum, or memory that was never written. The hint says which.",
         evaluated_from=Stage.OBSERVED,
-        place=10,
+        place=11,
         role="outputs",
     ),
     Check(
@@ -110,7 +110,7 @@ _TABLE = (
         "lmdeploy #788; flashinfer #639",
         "The place in `where` still holds the poison: a grid that is too small, or an early exit.",
         evaluated_from=Stage.OBSERVED,
-        place=9,
+        place=10,
         role="outputs",
     ),
     Check(
@@ -123,7 +123,7 @@ _TABLE = (
         "thousands changes a result by less than a rounding. Here values are codes of +1 and -1 that nearly cancel, "
         "and their product with the error shows how often each token was counted.",
         evaluated_from=Stage.OBSERVED,
-        place=12,
+        place=13,
         role="outputs",
         behind_outputs=True,
     ),
@@ -137,7 +137,7 @@ _TABLE = (
         "`where` gives the value in natural units. The hint compares it with log-sum-exps of usual mistakes: "
         "another base, no sink or two, no scale, only the maximum.",
         evaluated_from=Stage.OBSERVED,
-        place=8,
+        place=9,
     ),
     Check(
         "mode-outputs",
@@ -147,7 +147,7 @@ _TABLE = (
         "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, tensors of "
         "the batch, buffers that a later layer shares.",
         evaluated_from=Stage.OBSERVED,
-        place=16,
+        place=17,
         behind_outputs=True,
     ),
     Check(
@@ -172,7 +172,18 @@ _TABLE = (
         "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
         "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
         evaluated_from=Stage.OBSERVED,
-        place=4,
+        place=5,
+    ),
+    Check(
+        "received-as-sent",
+        "Memory of requests that another instance hands over holds the sender's bits, and no other memory changes.",
+        "Heads of another rank, channels of q, k and v cut as one row, a page taken for as many slots as here, a pool "
+        "that is left out.",
+        "sglang #23746, #19086; vLLM #37638",
+        "`where` names the first wrong row and head, and `hint` says which row of the sender is there. The kit then "
+        "puts the right rows in place, so all other checks judge the step as if nothing had been wrong.",
+        evaluated_from=Stage.OBSERVED,
+        place=1,
     ),
     Check(
         "inputs-unchanged",
@@ -181,7 +192,7 @@ _TABLE = (
         "sglang #23037",
         "`where` lists the tensors that changed.",
         evaluated_from=Stage.OBSERVED,
-        place=18,
+        place=19,
     ),
     Check(
         "memory-bounded",
@@ -216,7 +227,7 @@ _TABLE = (
         "The headline names the slot. Slot 0 points to padding; any other slot to a batch position or a table row "
         "that was used as a slot.",
         evaluated_from=Stage.OBSERVED,
-        place=1,
+        place=2,
     ),
     Check(
         "verify-keeps-state",
@@ -225,7 +236,7 @@ _TABLE = (
         "mlx-swift-lm #218; Avarok atlas #604",
         "States after draft nodes belong in pool.scratch. The headline names the request.",
         evaluated_from=Stage.OBSERVED,
-        place=2,
+        place=3,
     ),
     Check(
         "conv-window-exact",
@@ -235,7 +246,7 @@ _TABLE = (
         "vLLM #56196, #40738; mlx-swift-lm #218",
         "Windows are copies of inputs. `where` names the column; short requests keep columns of the window before.",
         evaluated_from=Stage.OBSERVED,
-        place=14,
+        place=15,
     ),
     Check(
         "state-matches-oracle",
@@ -244,7 +255,7 @@ _TABLE = (
         "sglang #29368; vLLM-2080Ti-Definitive #93",
         "If outputs are right and the state is not, look at what is stored. The hint names states of others.",
         evaluated_from=Stage.OBSERVED,
-        place=13,
+        place=14,
         behind_outputs=True,
     ),
     Check(
@@ -254,7 +265,7 @@ _TABLE = (
         "sglang #26351; vLLM #49918",
         "The headline names the token: values of tokens are columns of the state, so nothing is hidden by decay.",
         evaluated_from=Stage.OBSERVED,
-        place=3,
+        place=4,
     ),
     Check(
         "index-stored",
@@ -263,7 +274,7 @@ _TABLE = (
         "ROCm/ATOM #1466; 1Cat-vLLM #250; sglang #31218",
         "`where` names layer, token, slot and page. Compare your strides with `IndexPool`: 64 keys, then 64 scales.",
         evaluated_from=Stage.OBSERVED,
-        place=5,
+        place=6,
         role="selection",
     ),
     Check(
@@ -273,7 +284,7 @@ _TABLE = (
         "DeepSeek-v4-Flash-DGX-Spark #2; vLLM #51538; flashinfer #5015",
         "`where` names layer, request, row and column. If only replays are wrong, look at lengths that a plan keeps.",
         evaluated_from=Stage.OBSERVED,
-        place=6,
+        place=7,
         role="selection",
     ),
     Check(
@@ -284,7 +295,7 @@ _TABLE = (
         "The headline names a key that is selected and a better one that is not. Short contexts cannot show it: there "
         "all keys are selected.",
         evaluated_from=Stage.OBSERVED,
-        place=7,
+        place=8,
         role="selection",
     ),
     Check(
@@ -296,7 +307,7 @@ _TABLE = (
         "kernel choice, a "
         "rounding.",
         evaluated_from=Stage.COMPLETED,
-        place=15,
+        place=16,
         behind_outputs=True,
         against_eager=True,
     ),
@@ -330,7 +341,7 @@ _TABLE = (
         "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it once and "
         "fill it in place.",
         evaluated_from=Stage.REPLAYED,
-        place=19,
+        place=20,
         role="cause",
     ),
     Check(
@@ -350,7 +361,7 @@ _TABLE = (
         "vLLM #57094",
         "Live rows are right. A server that quantizes all rows with one scale spreads the NaN to every request.",
         evaluated_from=Stage.REPLAYED,
-        place=17,
+        place=18,
         behind_outputs=True,
     ),
     Check(

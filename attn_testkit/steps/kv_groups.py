@@ -82,18 +82,18 @@ def table_of_group(
     table = table.copy()
     if freed != "listed":
         for request in step.requests:
-            gone = np.arange(_first_kept(request.prefix, window, page))
+            gone = np.arange(first_kept(request.prefix, window, page))
             table[request.pool_row, : len(gone)] = -1 if freed == "minus_one" else gone % page
         return table
     for request in step.requests[1::2]:
-        first = _first_kept(request.prefix, window, page)
+        first = first_kept(request.prefix, window, page)
         whole = (request.prefix + request.new) // page * page
         if first and whole > first:
             table[request.pool_row, :page] = table[request.pool_row, whole - page : whole]
     return table
 
 
-def _first_kept(prefix: int, window: int, page: int) -> int:
+def first_kept(prefix: int, window: int, page: int) -> int:
     """Index of the first key in the first page from which a row of the step may see a key."""
     return max(0, prefix - window) // page * page
 
@@ -111,7 +111,7 @@ def outgrown(schedule: Schedule, step: Step, windows: tuple[int, ...]) -> Iterat
             continue
         gone, kept = set[int](), set[int]()
         for request in step.requests:
-            first = _first_kept(request.prefix, window, page)
+            first = first_kept(request.prefix, window, page)
             gone.update(request.slots[:first].tolist())
             kept.update(request.slots[first:].tolist())
         yield slice(group, None, PERIOD), np.array(sorted(gone - kept), dtype=np.int64)
