@@ -148,6 +148,8 @@ SLOW: tuple[str, ...] = (
     "tests/backends/test_triton_state.py::test_it_passes_in_each_mode[",
     "tests/front_ends/test_page_in_browser.py::test_the_filter_hides_and_shows_by_each_of_its_fields[",
     "tests/runner_modes/test_running_row_ranks.py",
+    "tests/runner_modes/test_two_batches.py::test_instances_that_share_nothing_are_right",
+    "tests/runner_modes/test_two_batches.py::test_what_two_batches_share_is_found_only_if_steps_are_cut_and_the_text_says_so",
     "tests/runner_modes/test_running_ranks.py::test_each_rank_has_an_index_pool_with_the_index_keys_of_all_tokens",
     "tests/runner_modes/test_modes.py::test_all_modes_share_one_instance_and_replay_interleaved",
     "tests/cases/test_server_variants.py::test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits[",
