@@ -109,6 +109,7 @@ SLOW: tuple[str, ...] = (
     "tests/running/test_unset_width.py::test_who_cannot_deal_with_an_unset_width_is_reported_what_it_was_and_where_it_stands_besides[",
     "tests/running/test_tested_file.py::test_fresh_byte_code_is_no_alarm",
     "tests/cases/test_indexer_cases.py::test_each_server_variant_of_a_mode_has_a_case_with_an_indexer[",
+    "tests/cases/test_indexer_cases.py::test_the_only_row_of_a_decode_overflows_a_bin_whatever_is_drawn[",
     "tests/families/test_states.py::test_conventions_of_servers_pass[",
     "tests/running/test_tested_file.py::test_stale_byte_code_is_refused_and_names_both_files",
     "tests/running/test_attended_keys.py::test_what_another_mode_left_behind_is_reported_as_such",
