@@ -189,7 +189,7 @@ class TwoBatches(AttentionBackend):
             of_part = {
                 name: each[part.rows] if isinstance(each, torch.Tensor) else each for name, each in named.items()
             }
-            outs.append(instance.forward(q[part.rows], *keys, layer, own, **of_part))  # type: ignore[arg-type]
+            outs.append(instance.forward(q[part.rows], *keys, layer, own, **of_part))  # type: ignore[call-arg, arg-type]
         lent = more.get("out")
         for number, (part, out) in enumerate(zip(cut.parts, outs, strict=True)):
             rows = part.rows.stop - part.rows.start
