@@ -17,6 +17,7 @@ from attn_testkit.cases.features.kv_sharing import reader_and_owner
 from attn_testkit.cases.features.kv_splits import has_own_pools, splits_of
 from attn_testkit.cases.features.row_ranks import ranks_have_no_order, row_splits_of
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS, dialect_of, variant_of
+from attn_testkit.cases.features.server.two_batch_overlap import is_cut
 from attn_testkit.cases.features.server.wider_buffers import columns_behind
 from attn_testkit.cases.features.table import FEATURES
 from attn_testkit.cases.layers import PERIOD
@@ -60,6 +61,7 @@ from .ranks import Ranks
 from .row_ranks import RowRanks
 from .state_pools import load_states, with_states
 from .tables import Tables
+from .two_batches import TwoBatches
 
 
 @dataclass(frozen=True)
@@ -293,11 +295,13 @@ class ServerHarness:
             self.backend = self._backend(backend_class)
 
     def _backend(self, backend_class: type[AttentionBackend]) -> AttentionBackend:
-        """An instance, or the instances of all ranks behind the interface of one."""
+        """An instance, or the instances of all ranks or of two batches behind the interface of one."""
         if has_own_pools(self.case):
             return Ranks(backend_class, self.context, reverse=self.ranks_in_reverse)
         if self.case.row_ranks:
             return RowRanks(backend_class, self.context, self.case, reverse=self.ranks_in_reverse)
+        if is_cut(self.case):
+            return TwoBatches(backend_class, self.context, self.case, self.capabilities)
         return backend_class(self.context)
 
     @property

@@ -38,6 +38,8 @@ class RunOptions:
     pools_anywhere: bool = False
     """Allocate pools as usual even if the case puts them across a multiple of 4 GiB. Question: is the step right
     then?"""
+    uncut: bool = False
+    """Run steps as one batch in a case that cuts them. Question: is the step right then?"""
     nothing_behind: bool = False
     """End the memory of q, k and v with the last row; otherwise rows of NaN follow. Question: is the step finite
     then?"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.features.server.table import variant_of
+from attn_testkit.cases.features.server.two_batch_overlap import is_cut
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 from attn_testkit.watches.uploads import upload_into
@@ -25,6 +27,7 @@ from .hook_answers import verify_mask_of
 from .mode_runner import ModeRunner, every_token
 from .static_inputs import StaticInputs
 from .step_tensors import seq_lens_of
+from .two_batches import CutVerifyInput
 
 
 def _trees(staged: StagedStep) -> list[Tree]:
@@ -39,7 +42,12 @@ def _verify_input(harness: ServerHarness, staged: StagedStep, mask: torch.Tensor
     links = np.array([tree.links for tree in _trees(staged)], dtype=np.int64).reshape(step.bs, 2, n)
     mirrors = harness.capabilities.needs.cpu_seq_lens
     lens = torch.tensor(seq_lens_of(harness, ForwardMode.TARGET_VERIFY, staged), dtype=torch.int64)
-    return VerifyInput(
+    make = (
+        partial(CutVerifyInput, prefixes=tuple(r.prefix for r in step.requests))
+        if is_cut(harness.case)
+        else VerifyInput
+    )
+    return make(
         draft_token=torch.arange(step.tokens),
         custom_mask=mask,
         positions=staged.data.positions,

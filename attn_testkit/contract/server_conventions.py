@@ -117,10 +117,16 @@ class ServerConventions(Declared):
     """True: only plans read ``req_to_token``, so a server that overlaps steps may rewrite rows of it as soon as a plan
     is made, on a stream of its own (SGLang #31270). The kit does so under forwards and replays of
     ``overlap_scheduling``. False: forwards and replays may read it too."""
+    two_batch_overlap: bool = False
+    """True: a server may cut the rows of a step into two batches and run their layers in turn, with an instance for
+    each (``enable_two_batch_overlap`` of SGLang) or a plan for each (dual batch overlap of vLLM). An instance for whole
+    batches exists, too. All instances have one KV pool, request table and layers. Both batches are planned before the
+    first layer, so an instance shares neither metadata nor outputs with another. Tensors of a batch are slices of those
+    of the step, at any address that is aligned to an element. A prompt may have rows in both batches. Batches of a
+    draft model are not cut. False: a step is one batch."""
     instances_run_at_once: bool = False
-    """True: graphs of two instances may run at once, on two streams, as servers that overlap two batches have an
-    instance for each (``enable_two_batch_overlap`` of SGLang, dual batch overlap of vLLM). Each has its own pools and
-    graph memory, so the two must share no scratch memory. False: one runs after the other."""
+    """True: graphs of two instances may run at once, on two streams. Each has its own pools and graph memory, so the
+    two must share no scratch memory. False: one runs after the other."""
 
     def _check(self) -> None:
         slots = self._listed("padding_slots")

@@ -12,6 +12,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 * is it right when the graph is captured with the same batch?     then the graph keeps a value of its capture
 * is an eager step right on a fresh instance?                     ``steps-independent``
 * is a step whose K and V are stored right when they are not yet? then k and v were read
+* is a step that is cut into two batches right as one?          then the two share something
 * is an eager first step wrong in the same rows when it is run again?  if not: a race
 * is it right with zeros in fresh memory?                         then some memory is assumed to be zero
 * is the first step right in a case that lacks one thing?          then the bug needs that: ``changed_case.py``
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from ..cases.features.server.narrower_widths import shares_widths
+from ..cases.features.server.two_batch_overlap import is_cut
 from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation
@@ -61,12 +63,14 @@ def explain_numeric(
     blamed = _blamed(rerunner, finding, schedule, observed)
     check, why, eager, in_graph = blamed.check, blamed.why, blamed.eager, blamed.in_graph
     rerunner.may_be_cut = True
-    if blamed.in_eager:
-        with contextlib.suppress(TimeUp):
+    by_itself = check in ("buckets-independent", "steps-independent")
+    with contextlib.suppress(TimeUp):
+        if not by_itself and _right_as_one_batch(rerunner, schedule, observed):
+            why = _AS_ONE_BATCH
+        if blamed.in_eager:
             why = why or _not_every_time(rerunner, schedule, observed, eager)
             why = why or _with_clear_memory(rerunner, schedule, observed, eager)
     wrong_in_eager = rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
-    by_itself = check in ("buckets-independent", "steps-independent")
     evidence = Evidence(
         schedule,
         comparison,
@@ -85,7 +89,11 @@ def explain_numeric(
     attended = asked.evidence.attended
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
-    most = 1 if check in _SHOWN or why in (_NO_OTHER_MODE, OVERFLOWS) or why.startswith(_NOT_RESET) else _MOST_HINTS
+    most = (
+        1
+        if check in _SHOWN or why in (_NO_OTHER_MODE, _AS_ONE_BATCH, OVERFLOWS) or why.startswith(_NOT_RESET)
+        else _MOST_HINTS
+    )
     if why in (_finite_with_zeros(schedule), _finite_with_zeros(schedule, _UNOWNED)):
         # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]
@@ -273,11 +281,25 @@ def _with_clear_memory(rerunner: Rerunner, schedule: Schedule, observed: Observa
     return _RIGHT_IF_CLEAR if _right(_evaluated(schedule, rerunner.eager(schedule, observed.step, fill=CLEAR))) else ""
 
 
+def _right_as_one_batch(rerunner: Rerunner, schedule: Schedule, observed: Observation) -> bool:
+    """True if the step of a case with two-batch overlap is right if it is not cut."""
+    if not is_cut(schedule.case):
+        return False
+    if not observed.replay:
+        return _right(_evaluated(schedule, rerunner.eager(schedule, observed.step, uncut=True)))
+    run = rerunner.graph(schedule, uncut=True)
+    return run is not None and _right(_evaluated(schedule, run.replay_of(observed.step)))
+
+
 def _where_wrong(comparison: Comparison) -> torch.Tensor:
     """Heads of rows that are wrong, and that are not finite, [2, L, T, Hq] bool."""
     return torch.stack([comparison.wrong.any(-1), (~comparison.finite).any(-1)])
 
 
+_AS_ONE_BATCH = (
+    "the two batches of a step share what each needs for itself (a plan, a buffer of graphs, an output), or a slice is "
+    "not read from its first element on: without two-batch overlap the step is right"
+)
 _RIGHT_AGAIN = (
     "probably a race, an order that is not enforced, or memory that was never written: the step is right when it is "
     "run again on a fresh instance without any change"

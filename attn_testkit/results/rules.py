@@ -164,6 +164,17 @@ RULES: tuple[Rule, ...] = (
         declared=("requires", "mode_requires"),
     ),
     Rule(
+        "AB-RUN-010",
+        "MAY",
+        "A step is cut into two batches, each with a plan made before the first layer; their layers run in turn.",
+        ("matches-oracle", "reads-own-kv", "writes-own-kv"),
+        ("two_batch_overlap",),
+        ("vLLM #48659", "vLLM #50945"),
+        "The server makes an instance for each batch, and cuts no batch of a draft model.",
+        modes=("decode", "target-verify", "extend"),
+        declared=("server.two_batch_overlap",),
+    ),
+    Rule(
         "AB-REFUSE-001",
         "MUST",
         "The constructor raises Unsupported for modes that are not declared, as for everything else.",

@@ -26,6 +26,11 @@ _VECTORS_OF_TIES = 9
 _NEAR_KEYS, _NEAR_QUERIES, _NEAR_GATES = (9, 15), (1, 4), (1, 5)
 """Bounds of data whose scores are close to each other: a sum of 127 positive products has a standard deviation of 1.3
 %. Adjacent FP8 numbers are different."""
+_FULL, _MANTISSA_BITS = 7 / 8, 3
+"""Part of the near scores of a row that are in one bin, and bits of the mantissa that bins of radix selects have."""
+_EARLY_OR_LATE, _FEW, _MANY = 1 / 5, 8, 4
+"""Part of the keys at each end of a request of which one is selected; least top-k for which that is asked; least number
+of keys per selected one, since no bin overflows in a shorter request."""
 _NEARLY = slice(255, None, 511)
 """Number of slots whose keys are nearly equal to others, in data of ties."""
 
@@ -105,6 +110,20 @@ def _is_tied(q: np.ndarray, weights: np.ndarray, keys: np.ndarray, topk: int) ->
     return bool(ordered[topk - 1] == ordered[topk])
 
 
+def _misses_the_bin(q: np.ndarray, weights: np.ndarray, keys: np.ndarray, topk: int) -> bool:
+    """True if no bin of a radix select has nearly all scores of a row, or if a bin that is too small could lose keys at
+    one end of the request without losing a selected one. ``keys`` [n, 128].
+    """
+    if len(keys) < _MANY * topk:
+        return False
+    scores = weights @ np.maximum(q @ keys.T, 0)
+    bins = scores.astype(np.float32).view(np.uint32) >> (23 - _MANTISSA_BITS)
+    if np.unique(bins, return_counts=True)[1].max() < _FULL * len(keys):
+        return True
+    best, end = np.argsort(scores)[-topk:], int(len(keys) * _EARLY_OR_LATE)
+    return topk >= _FEW and not (best.min() < end and best.max() >= len(keys) - end)
+
+
 def make_index_data(schedule: Schedule, step: Step) -> IndexData:
     """Draw a step's numbers. Some requests of a step, and one chunk of it, have the data of the whole step."""
     whole = step.part_of[0] if step.part_of else step
@@ -140,18 +159,21 @@ def _drawn(schedule: Schedule, step: Step) -> IndexData:
     data = make_step_data(schedule, step)
     for layer in range(layers):
         q[layer], weights[layer] = _queries(case, rows, rng)
-        if not case.indexer.is_exact:
+        if not case.indexer.is_exact and case.indexer.data != NEAR:
             continue
+        refused = _is_tied if case.indexer.is_exact else _misses_the_bin
         keys = by_slot[layer].float().numpy()
         for row, (of, offset) in enumerate(zip(data.row_request.tolist(), data.row_offset.tolist(), strict=True)):
             own = step.requests[of]
+            if refused is _misses_the_bin and offset < own.new - 1:
+                continue  # one row of a request is enough
             seen = keys[own.slots[: own.prefix + offset + 1]]
             for _ in range(_TRIES):
-                if not _is_tied(q[layer, row], weights[layer, row], seen, case.selection.topk):
+                if not refused(q[layer, row], weights[layer, row], seen, case.selection.topk):
                     break
                 q[layer, row : row + 1], weights[layer, row : row + 1] = _queries(case, 1, rng)
             else:
-                raise AssertionError(f"{case.id}: no query of {_TRIES} has one best selection of its keys")
+                raise AssertionError(f"{case.id}: no query of {_TRIES} has scores of the kind that the case needs")
     return IndexData(
         torch.from_numpy(q).to(torch.float8_e4m3fn),
         torch.from_numpy(weights),

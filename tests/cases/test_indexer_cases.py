@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend, TorchNativeSparseSlotsBackend
 from attn_testkit.cases.case import Case
@@ -90,6 +91,24 @@ def test_more_scores_than_a_bin_keeps_are_near_the_last_selected_one_and_the_bes
         assert int(((each.scores / last - 1).abs() < 0.1).sum()) > 16_384
         late = int((each.scores[16_384:] > last).sum())
         assert late > (topk // 12 if topk > 16 else 0), "a bin with room for the first ones loses these"
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_the_only_row_of_a_decode_overflows_a_bin_whatever_is_drawn(seed: int, heads: int) -> None:
+    declared = IndexerParent.capabilities.with_changes(sparse=Sparse(topk={64}, indexer=Indexer({heads})))
+    (case,) = near_cases(declared, DECODE)
+    schedule = make_schedule(case.with_seed(seed))
+    for step in (schedule.steps[0], schedule.second):
+        data, index = make_sparse_data(schedule, step), make_index_data(schedule, step)
+        rows = row_scores(data, index, 0, *stored_index(index.by_slot[0], "amax"))
+        for each in (each for each in rows if len(each.scores) > 20_000):
+            # Sign, exponent and three bits of the mantissa, as in the first pass over float32.
+            bins = each.scores.float().view(torch.int32) >> 20
+            assert int(bins.unique(return_counts=True)[1].max()) > 16_384
+            best = each.scores.sort(descending=True).indices[:64]
+            assert int(best.min()) < 4_096, "one that a bin loses which keeps the last ones"
+            assert int(best.max()) >= 16_384, "one that a bin loses which keeps the first ones"
 
 
 @pytest.mark.parametrize("mode", [DECODE, EXTEND])

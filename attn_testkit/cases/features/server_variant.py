@@ -128,6 +128,7 @@ SERVER_VARIANT = Feature(
         ),
     ),
     undeclared=(_not_causal,),
+    eager_only=lambda declared, case: variant_of(case).eager_only.get(case.mode, ""),
     random=_random,
     varies="instance",
     apply=(OnLayers(_layers), OnSteps(lambda case, plans: variant_of(case).plans(case, plans))),

@@ -282,6 +282,7 @@ STATE = Feature(
                 "snapshots of states": "a request has a slot for each node already",
             },
         ),
+        Trait("states of drafts", lambda case: case.state is not None and case.tree is not None),
         Trait("snapshots of states", lambda case: case.state is not None and case.state.snapshots > 0),
         Trait(
             "states of a prefix cache",

@@ -37,6 +37,7 @@ from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.memory_bounded import memory_bounded
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
 from ...runner_modes.pool_address import pools_anywhere
+from ...runner_modes.two_batches import TwoBatches
 from ...runner_modes.verify_loop import run_verify_loop
 from ...steps.data import DTYPES
 from ...steps.greedy_loop import Loop, loop_modes, make_loop
@@ -442,6 +443,8 @@ def rerun(
                 backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned
             )
             harness.deliver, harness.copies_pool = drive.deliver, False
+            if isinstance(harness.backend, TwoBatches):
+                harness.backend.uncut = request.options.uncut
             if request.options.nothing_behind:
                 harness.model.rows_behind = 0
             if request.step is not None:

@@ -48,6 +48,7 @@ def _together(words: frozenset[str]) -> ServerVariant:
         says={name: value for variant in variants for name, value in variant.says.items()},
         gives_none=any(variant.gives_none for variant in variants),
         causal=all(variant.causal for variant in variants),
+        eager_only={mode: why for variant in variants for mode, why in variant.eager_only.items()},
         pool_elements=max((variant.pool_elements for variant in variants), default=0),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from ....contract import Capabilities
+from ....contract import Capabilities, ForwardMode
 from ...fields import C, Changes, Fields
 from ...plan import Plan
 
@@ -83,6 +83,8 @@ class ServerVariant:
     traits combine with it."""
     alone: bool = False
     """True if only ``cases`` have the variant, because one such case costs as much as several others."""
+    eager_only: Mapping[ForwardMode, str] = field(default_factory=dict)
+    """Modes in which no graph runs the variant -> why."""
     pool_elements: int = 0
     """Least number of elements in K of a layer, used or not; 0: as the requests need them."""
 

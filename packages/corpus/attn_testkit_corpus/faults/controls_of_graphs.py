@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPool
 
 from .a_alternating_modes import SharedPlans
 from .a_graphs_alone import GraphsAlone
@@ -15,8 +17,10 @@ from .catalogue import control
 from .j_between_instances import WorkspaceOfEachInstance, WorkspaceOfInstancesThatRunAtOnce
 from .j_branches import PlansByTwoGraphs, StoresOnASideStream, TwoGraphsOfOnePoolAtOnce
 from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths, TablesOfPlans
+from .j_two_batches import TwoBatchBackend
 from .parent import PlannedBackend
 
+_WORKSPACES: WeakKeyDictionary[KVPool, torch.Tensor] = WeakKeyDictionary()
 _FEW = PlannedBackend.capabilities.with_changes(
     heads={"families": {"gqa"}, "head_dims": {64}}, precision={"dtypes": {"bf16"}}
 )
@@ -175,6 +179,17 @@ class OnlyPlansReadTheTable(TablesOfPlans):
 @control()
 class InstancesRunAtOnce(WorkspaceOfEachInstance):
     """Graphs of two instances, each with a workspace of its own, run at once on two streams."""
+
+
+@control()
+class BatchesOfAStepRunInTurn(TwoBatchBackend):
+    """Both batches of a step use one workspace for partial results, as those of FlashInfer do in SGLang."""
+
+    def new_workspace(self, numbers: int) -> torch.Tensor:
+        kept = _WORKSPACES.get(self.context.kv_pool)
+        if kept is None or len(kept) < numbers:
+            kept = _WORKSPACES[self.context.kv_pool] = super().new_workspace(numbers)
+        return kept[:numbers]
 
 
 @control()

@@ -357,6 +357,7 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         Line("precision.dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
         Line("kv_pool.kv_dtypes", {"fp8_e4m3"}, f"{_FLASH}:FlashAttentionBackend.supports_kv_cache_dtype"),
         Line("precision.matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
+        Line("precision.q_scale", "static", f"{_FLASH}:FlashAttentionImpl.forward"),
     ),
     "flashinfer": BridgeCapabilities(
         "FLASHINFER",

@@ -47,8 +47,7 @@ class VLLMBackend(AttentionBackend):
         super().__init__(context)
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
         self.config = make_config(self.declared, context, blocks, pools.layout_of(self.real).name)
-        clamp = self.declared.capabilities.spans.wider_than_window
-        self.layers = make_layers(self.real, self.config, context, clamp=clamp)
+        self.layers = make_layers(self.real, self.config, context, self.declared.capabilities)
         self.groups = make_groups(self.config, context, self.layers, blocks)
         self.inputs = Inputs(context, self.groups.of_kit)
 

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode, is_quantized_kv_cache
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from attn_testkit.contract import AttentionLayer, BackendContext
+from attn_testkit.contract import AttentionLayer, BackendContext, Capabilities
 
 from .config import NOPE, one_rank
 from .ranks import become_rank, heads_of_rank, make_manager
@@ -26,12 +26,14 @@ def name_of(layer: AttentionLayer) -> str:
     return f"model.layers.{layer.layer_id}.attn"
 
 
-def make_layers(real: Any, config: Any, context: BackendContext, *, clamp: bool = False) -> dict[str, Any]:
+def make_layers(real: Any, config: Any, context: BackendContext, declared: Capabilities) -> dict[str, Any]:
     """Name -> layer, each bound to its KV cache; ``config`` knows them afterwards.
 
-    ``clamp``: windows narrow bidirectional spans, as those of Gemma 4 do.
+    ``declared``: windows may narrow bidirectional spans, as those of Gemma 4 do, and queries may have a scale of the
+    checkpoint.
     """
     made: dict[str, Any] = {}
+    clamp, scales_queries = declared.spans.wider_than_window, declared.precision.q_scale == "static"
     if any(layer.topk for layer in context.layers):
         # As the model runner does. Scratch memory of all layers is shared, and grows with the largest.
         init_workspace_manager(context.device)
@@ -42,7 +44,7 @@ def make_layers(real: Any, config: Any, context: BackendContext, *, clamp: bool 
         for layer in context.layers:
             found = _latent(real, config, layer, context) if layer.is_mla else _attention(real, config, layer, clamp)
             found.bind_kv_cache(_as_vllm_has_it(context, layer, found))
-            _set_scales(found, layer, context.device)
+            _set_scales(found, layer, context.device, layer.q_scale if scales_queries else 1.0)
             if found.kv_cache_dtype.endswith("per_token_head"):
                 # A server's first forward does it, before any request has keys: all scales of the pool become 1.
                 found.impl._ensure_scale_caches(found.kv_cache)
@@ -142,7 +144,7 @@ def _as_vllm_has_it(context: BackendContext, layer: AttentionLayer, made: Any) -
     return cache.view(torch.int8 if kv_dtype.startswith("int8") else torch.uint8)
 
 
-def _set_scales(made: Any, layer: AttentionLayer, device: torch.device) -> None:
-    for name, scale in (("q", 1.0), ("k", layer.k_scale), ("v", layer.v_scale)):
+def _set_scales(made: Any, layer: AttentionLayer, device: torch.device, q_scale: float) -> None:
+    for name, scale in (("q", q_scale), ("k", layer.k_scale), ("v", layer.v_scale)):
         setattr(made, f"_{name}_scale", torch.tensor(scale, dtype=torch.float32, device=device))
         setattr(made, f"_{name}_scale_float", scale)

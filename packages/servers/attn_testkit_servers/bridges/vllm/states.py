@@ -76,7 +76,9 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
             make_config(self.declared, context, blocks, pools.layout_of(of_softmax).name), context
         )
         self.layers = make_state_layers(kind, self.config, context.state)
-        self.layers |= make_layers(of_softmax, self.config, replace(context, layers=softmax))
+        self.layers |= make_layers(
+            of_softmax, self.config, replace(context, layers=softmax), self.declared.capabilities
+        )
         self.groups = make_groups(self.config, context, self.layers, blocks)
         self.kind = KINDS[kind]
         initialize_mamba_ssu_backend(self.config.mamba_config, self.groups.config)
