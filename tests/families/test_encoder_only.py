@@ -15,13 +15,14 @@ from in_process import check_backend, texts_of_failure
 
 from attn_testkit.backends.torch_native_encoder import TorchNativeEncoderBackend
 from attn_testkit.backends.triton_encoder import TritonEncoderBackend
-from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.encoder_windows import windows_in
-from attn_testkit.catalogue.minimal import minimal_case
+from attn_testkit.catalogue.minimal import minimal_cases
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardBatch, ForwardMode
 from attn_testkit.families.softmax.attention import seen_in
 from attn_testkit.families.table import family_of
+from attn_testkit.minimize.search import FEATURES, changed
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit_corpus.faults import controls_of_encoders as controls
@@ -123,15 +124,23 @@ def test_offsets_after_those_of_a_batch_repeat_the_last_one(case: str) -> None:
             assert windows.tolist() == own + own[-1:] * (room - len(own))
 
 
+def made_minimal(case: Case, minimal: Case) -> Case:
+    """The case after each of its features has been made minimal, in an order in which every step is a case."""
+    for name in ("encoder-only layers", "window of non-causal layers", "variants", "layers", "requests", *FEATURES):
+        case = changed(case, FEATURES[name].reset(case, minimal))
+    return case
+
+
 def test_a_backend_of_encoders_gets_no_other_case_and_others_get_them_if_they_declare_them() -> None:
-    for tier in ("smoke", "core"):
-        assert {case.encoder for case in generate(ONLY, EXTEND, tier)} == {"whole", "windows"}
-        without = ONLY.with_changes(encoder_only={"layers": (), "in_graphs": False, "only": False})
-        assert {case.encoder for case in generate(without, EXTEND, tier)} == {"none"}
-        both = controls.EncodersNextToADecoder.capabilities
-        assert {case.encoder for case in generate(both, EXTEND, tier)} == {"none", "whole"}
-    assert minimal_case(ONLY, EXTEND).encoder == "whole"
+    without = ONLY.with_changes(encoder_only={"layers": (), "in_graphs": False, "only": False})
+    both = controls.EncodersNextToADecoder.capabilities
+    for declared, kinds in ((ONLY, {"whole", "windows"}), (without, {"none"}), (both, {"none", "whole"})):
+        assert {case.encoder for case in generate(declared, EXTEND, "smoke")} == kinds
+    (minimal,) = minimal_cases(ONLY, EXTEND)
+    assert (minimal.encoder, minimal.prefixes) == ("whole", (0,))
     core = generate(ONLY, EXTEND, "core")
+    assert {case.encoder for case in core} == {"whole", "windows"}
+    assert all(made_minimal(case, minimal) == minimal for case in core)
     assert {case.head_dim for case in core} == ONLY.heads.head_dims
     assert {case.non_causal_window for case in core} == {"none", "left", "block", "both"}
     long = [case for case in core if case.encoder == "windows" and len(windows_in(max(case.new))) > 3]

@@ -13,7 +13,7 @@ from ..fields import C, Changes, Fields
 from ..layers import PERIOD
 from ..plan import Plan
 from ..rows import Extend
-from .feature import Asked, Columns, Feature, OnLayers, OnSteps, Row, Trait, Word, of_fields, option
+from .feature import Asked, Columns, Covered, Feature, OnLayers, OnSteps, Row, Trait, Word, of_fields, option
 from .outside import with_layers
 from .server.big_pool import BIG_POOL
 from .server.non_causal import NON_CAUSAL
@@ -133,6 +133,10 @@ def _eager_only(declared: Capabilities, case: Fields) -> str:
     return "not declared: encoder-only layers in graphs" if has else ""
 
 
+def _option(name: str, kind: str) -> Covered:
+    return option(name, lambda declared, mode: kind in kinds_of(declared, mode), lambda case: case.encoder == kind)
+
+
 ENCODER_ONLY = Feature(
     name="encoder-only layers",
     order=337,
@@ -202,14 +206,7 @@ ENCODER_ONLY = Feature(
     declared=(Asked(lambda case: f"layers of kind {case.encoder} of an encoder", _declared),),
     fit=_fit,
     values=Columns(_columns, _of_row, meets={"encoder": ("new_tokens", "window")}, further=("encoder",)),
-    covered=tuple(
-        option(
-            name,
-            lambda declared, mode, kind=kind: kind in kinds_of(declared, mode),
-            lambda case, kind=kind: case.encoder == kind,
-        )
-        for name, kind in (("encoder-only layers", "whole"), ("windows of encoders", "windows"))
-    ),
+    covered=(_option("encoder-only layers", "whole"), _option("windows of encoders", "windows")),
     simpler=of_fields(
         "encoder",
         value=lambda case: case.encoder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def other_windows(e: Evidence) -> Iterator[Supposed]:
         layers=tuple(replace(layer, encoder_window=most) for layer in layers),
         every_row=True,
     )
-    sliding = {"encoder_window": 0, "sliding_window_size": most, "non_causal_window": "both"}
+    sliding: dict[str, Any] = {"encoder_window": 0, "sliding_window_size": most, "non_causal_window": "both"}
     yield Supposed(
         f"windows of encoders are taken for sliding ones: {_WHERE}, and a row sees its own window and nothing of the "
         f"next. The result is right if a row sees the rows that are at most {most} away",
