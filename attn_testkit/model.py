@@ -323,7 +323,8 @@ class Model:
                 selected = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
                 # Columns of no row hold the first key.
                 named["selected"] = with_columns_behind(selected, self._columns_behind, 0)
-            of_another = {"save_kv_cache": False} if layer.kv_sharing_target_layer_id >= 0 else {}
+            unstored = layer.kv_sharing_target_layer_id >= 0 or layer.encoder_only
+            of_another = {"save_kv_cache": False} if unstored else {}
             out = backend.forward(q, k, v, layer, batch, **{**named, **of_another})
             trace.raw.append(out)
             look(trace)

@@ -48,6 +48,7 @@ from attn_testkit.contract import (
     Bounds,
     Capabilities,
     CrossAttention,
+    EncoderOnly,
     ForwardBatch,
     HeadShapes,
     Indexer,
@@ -216,7 +217,7 @@ def capabilities() -> str:
 
 
 _RECORDS = (
-    HeadShapes, Precision, KVPools, Windows, LayerOptions, Spans, Sparse, Indexer, CrossAttention, Bounds,
+    HeadShapes, Precision, KVPools, Windows, LayerOptions, Spans, Sparse, Indexer, CrossAttention, EncoderOnly, Bounds,
     ServerConventions, Promises, LogSumExp, Needs, Requires,
 )  # fmt: skip
 """Records of capabilities, in the order of the entries. ``State`` is on the page of states."""

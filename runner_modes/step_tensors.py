@@ -159,7 +159,7 @@ _ROW_STARTS = StepTensor(
     rest=lambda filling: query_starts_of(filling.staged)[-1],
     eager=lambda harness, staged: torch.from_numpy(query_starts_of(staged)),
     graph=lambda batch: batch.buffers["query_start_loc"][: batch.bs + 1],
-    given=lambda harness: harness.pads_with_nothing,
+    given=lambda harness: harness.pads_with_nothing or harness.context.layers[0].encoder_only,
     watched=("batch.query_start_loc",),
 )
 BATCH_FIELDS: tuple[BatchField, ...] = (

@@ -67,6 +67,8 @@ class Fields:
     case without a window."""
     non_causal_window: str = "none"
     """One of ``NON_CAUSAL_WINDOWS``: the meaning of the window in layers that are not causal; else ``none``."""
+    encoder: str = "none"
+    """``whole`` or ``windows``, of ``ENCODER_LAYERS``: all layers are of an encoder, without a cache; else ``none``."""
     local_chunk: int = 0
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     encoder_len: int = 0

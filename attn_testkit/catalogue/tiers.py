@@ -17,6 +17,7 @@ from cachetools import LRUCache, cached
 
 from ..cases.case import Case
 from ..cases.declared import within_declared as within_declared
+from ..cases.features.encoder_only import decodes
 from ..cases.features.server.big_pool import big_index_pool_cases, big_pool_cases
 from ..cases.features.server.table import usual_page, variant_cases
 from ..cases.features.server.wide_scores import wide_scores_cases
@@ -27,6 +28,7 @@ from .array import array_cases, array_of
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .declared_pairs import declared_pair_cases
+from .encoder_cases import encoder_cases
 from .extremes import extreme_cases, halfway_cases
 from .feature_cases import feature_cases
 from .full_contexts import full_context_cases
@@ -75,7 +77,7 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
     cases: dict[str, Case] = {}
     for of_tier in dict.fromkeys((tier, "core" if tier == "full" else tier)):
         cases.update((case.id, case) for case in array_cases(declared, mode, of_tier, seed))
-    bases = list(cases.values())
+    bases = [decodes(case) for case in cases.values()]
     first = named_from(bases) if cases else None
     if first and tier == "smoke":
         first = first.with_changes(page_size=usual_page(declared), layout="shuffled", data="gauss")
@@ -131,6 +133,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str, fou
         yield from uniform_batch_cases(declared, base)
         yield from many_request_cases(declared, base)
         yield from handed_cases(declared, base)
+        yield from encoder_cases(declared, base)
     yield from row_rank_cases(declared, base, tier)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)

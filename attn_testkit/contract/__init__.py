@@ -9,6 +9,7 @@ from .context import BackendContext
 from .cross_attention import ENCODER_SLOTS, CrossAttention
 from .dialect import DIALECTS, Dialect
 from .draft_decode import DraftDecodeInput
+from .encoder_only import ENCODER_LAYERS, EncoderOnly
 from .hand_over import SENDER_RANKS, HandedRequest, HandOver, Receives, Sender, heads_of_rank
 from .head_shapes import FAMILIES, HeadShapes
 from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool, index_scales
@@ -41,6 +42,7 @@ from .windows import LAYER_WINDOWS, NON_CAUSAL_WINDOWS, Windows
 __all__ = [
     "DIALECTS",
     "DTYPES",
+    "ENCODER_LAYERS",
     "ENCODER_SLOTS",
     "FAMILIES",
     "FP8_PRODUCTS",
@@ -67,6 +69,7 @@ __all__ = [
     "Dialect",
     "DraftDecodeInput",
     "DraftExtendInput",
+    "EncoderOnly",
     "Execution",
     "ForwardBatch",
     "ForwardMode",

@@ -162,7 +162,7 @@ class ForwardBatch:
     The view of an extend has every attribute of its eager batch except ``extras``, for B requests and for P rows, the
     token count that the graph was captured with: ``input_ids``, ``positions`` and ``out_cache_loc`` are [P], the others
     [B] long. It has ``actual_forward_mode`` as well, ``num_padding`` is B - R, and ``extend_num_tokens`` is T.
-    With a bias it has ``qq_bias`` [P, W].
+    With a bias it has ``qq_bias`` [P, W], and with windows of encoders ``cu_window_seqlens`` [P + 1].
 
     The view of a draft-decode has the attributes of a decode's. It describes the first forward: ``input_ids`` and
     ``positions`` are [B * K], ``out_cache_loc`` [R * K]; ``spec_info.out_cache_loc`` is [R * K * S].
@@ -242,7 +242,12 @@ class ForwardBatch:
     query_start_loc: torch.Tensor | None = None
     """[bs + 1] int32: first row of each request, and the end of the last one's; padded requests have no rows. In a
     draft-decode these are the rows of each forward. None, and absent from a replay's view, if padded requests have rows
-    (``Dialect.padded_requests``)."""
+    (``Dialect.padded_requests``). With encoder-only layers it is always given: ``cu_seqlens`` of the sequences."""
+    cu_window_seqlens: torch.Tensor | None = None
+    """[windows + 1] int32: first row of each window of encoder-only layers, and the end of the last one. A window is
+    within a sequence. In a graph of P rows [P + 1]: entries after those of the batch repeat its last one, and the graph
+    is captured with windows of one row. None, and absent from a replay's view, if no layer has windows
+    (``AttentionLayer.encoder_window``)."""
     spec_info: SpecInput | None = None
     """Inputs of speculative decoding: ``VerifyInput``, ``DraftExtendInput`` or ``DraftDecodeInput``. None in decode and
     extend."""

@@ -9,6 +9,7 @@ from .bounds import Bounds
 from .context import BackendContext
 from .cross_attention import CrossAttention
 from .declared import Declared, mode_named
+from .encoder_only import EncoderOnly
 from .hand_over import Receives
 from .head_layout import HEAD_LAYOUTS
 from .head_shapes import HeadShapes
@@ -76,6 +77,8 @@ class Capabilities(Declared):
     """Recurrent states that the backend supports (``StateBackend``). None: layers attend to keys."""
     cross_attention: CrossAttention = field(default_factory=CrossAttention)
     """Cross-attention layers of encoder-decoder models, next to layers of the decoder's own keys."""
+    encoder_only: EncoderOnly = field(default_factory=EncoderOnly)
+    """Layers of encoders, in extend: attention among the rows of a step, without a cache."""
     bounds: Bounds = field(default_factory=Bounds)
     """The largest steps that the backend supports."""
     server: ServerConventions = field(default_factory=ServerConventions)
@@ -114,6 +117,7 @@ class Capabilities(Declared):
         if self.sparse is not None:
             self._check_sparse(self.sparse)
         self._check_state()
+        self._check_encoders()
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.bounds.max_topk:
             raise ValueError(
@@ -202,6 +206,19 @@ class Capabilities(Declared):
                 "State.trees needs rollback 'commit': with a slot for each node a draft is a chain; leave trees out"
             )
 
+    def _check_encoders(self) -> None:
+        modes, encoders = self.eager | self.graph, self.encoder_only
+        if encoders.layers and ForwardMode.EXTEND not in modes & self.options.non_causal:
+            raise ValueError(
+                "Capabilities declare encoder_only, whose layers run in extend and are not causal; add 'extend' to the "
+                "modes and to options.non_causal"
+            )
+        if encoders.only and modes != {ForwardMode.EXTEND}:
+            raise ValueError(
+                "Capabilities declare encoder_only.only: such a backend runs in extend and in no other mode, got "
+                f"{', '.join(sorted(modes))}"
+            )
+
     def _check_requirements(self) -> None:
         if not isinstance(self.mode_requires, Mapping):
             raise ValueError(
@@ -232,6 +249,7 @@ class Capabilities(Declared):
 
 
 _REFUSING = (
-    "heads", "precision", "kv_pool", "bounds", "options", "windows", "spans", "cross_attention", "server",
+    "heads", "precision", "kv_pool", "bounds", "options", "windows", "spans", "cross_attention",
+    "encoder_only", "server",
 )  # fmt: skip
 """Records that refuse contexts, in the order in which a refusal names them."""

@@ -98,8 +98,9 @@ class KernelBackend(AttentionBackend):
         spans = batch.mm_prefix_range_tensor if context.max_spans else None
         bias = None if context.qq_bias == "none" else batch.qq_bias
         self._kit_step = KernelStep(
-            table, seq_lens, cu_seqlens_q, width, mask, context.page_size, spans=spans, qq_bias=bias
-        )
+            table, seq_lens, cu_seqlens_q, width, mask, context.page_size, spans=spans, qq_bias=bias,
+            cu_window_seqlens=getattr(batch, "cu_window_seqlens", None),
+        )  # fmt: skip
         others = context.groups[1:]
         self._kit_steps_of_others = tuple(replace(self._kit_step, table=each.req_to_token[requests]) for each in others)
         if context.max_encoder_len:
@@ -257,7 +258,7 @@ def _stored(
             plan = replace(plan, k=rows[0], v=rows[1])
             backend.write_kv(*rows, plan)
         return plan
-    new = rows if save_kv_cache else (None, None)
+    new = rows if save_kv_cache or layer.encoder_only else (None, None)
     step = backend._kit_steps_of_others[group.index - 1] if group.index else backend._kit_step
     slots = group.cache_loc(batch)
     # Rows of other ranks go where padding goes: page 0.

@@ -30,6 +30,7 @@ class KernelStep:
     """Draft-decode: [requests] int64, keys before the draft."""
     spans: torch.Tensor | None = None
     qq_bias: torch.Tensor | None = None
+    cu_window_seqlens: torch.Tensor | None = None
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
@@ -105,7 +106,8 @@ class KernelPlan:
     save_kv_cache: bool = True
     """False: the pool holds the new keys and values already."""
     k: torch.Tensor | None = None
-    """[T, Hk, D]: keys of this step's rows, in the model's dtype. None if ``save_kv_cache`` is False."""
+    """[T, Hk, D]: keys of this step's rows, in the model's dtype. None if ``save_kv_cache`` is False, except in an
+    encoder-only layer, whose keys and values are these and no others."""
     v: torch.Tensor | None = None
     """[T, Hk, Dv]: values of this step's rows."""
     out: torch.Tensor | None = None
@@ -166,6 +168,12 @@ class KernelPlan:
     def qq_bias(self) -> torch.Tensor | None:
         """[T, W] float32: ``ForwardBatch.qq_bias``, bias of each row on the rows of its request; None without one."""
         return self.step.qq_bias
+
+    @property
+    def cu_window_seqlens(self) -> torch.Tensor | None:
+        """[windows + 1] int32: ``ForwardBatch.cu_window_seqlens``. None if the rows of the layer see all of their
+        sequence."""
+        return self.step.cu_window_seqlens if self.layer.encoder_window else None
 
     @property
     def page_size(self) -> int:

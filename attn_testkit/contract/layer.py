@@ -90,6 +90,12 @@ class AttentionLayer(OfHeadLayout):
     is_cross_attention: bool = False
     """True: a row sees the ``ForwardBatch.encoder_lens`` keys of its request's encoder and no other, as
     ``CrossAttention`` says."""
+    encoder_only: bool = False
+    """True: a row sees the rows of its own sequence in the step, and no pool is read or written, as ``EncoderOnly``
+    says. Then ``causal`` is False."""
+    encoder_window: int = 0
+    """Most rows of a window of an encoder-only layer whose rows see only their own window
+    (``ForwardBatch.cu_window_seqlens``). 0: a row sees its whole sequence."""
     bidirectional_spans: bool = False
     """True: rows of a span of ``ForwardBatch.mm_prefix_range`` see each other in both directions in this layer. False:
     the layer is causal, whatever spans the batch has. Layers differ only with ``Spans.by_layer``."""

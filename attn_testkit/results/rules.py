@@ -215,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         ("refuses-undeclared", "matches-oracle"),
         ("window", "soft cap", "sinks", "spans", "ALiBi"),
         ("vLLM #52156", "sglang #33915"),
-        declared=("options", "windows", "spans", "cross_attention"),
+        declared=("options", "windows", "spans", "cross_attention", "encoder_only"),
     ),
     Rule(
         "AB-REFUSE-006",
@@ -360,6 +360,18 @@ RULES: tuple[Rule, ...] = (
         ("decode", "extend"),
         _KEYS,
         ("cross_attention",),
+    ),
+    Rule(
+        "AB-LAYER-007",
+        "MAY",
+        "In an encoder-only layer a row sees the rows of its own sequence or window, and no pool is read or written.",
+        ("matches-oracle", "reads-own-kv", "writes-own-kv"),
+        ("encoder-only layers",),
+        ("vLLM #15200", "sglang #16902"),
+        "The server packs sequences, and lists where each of them and each window begins.",
+        ("extend",),
+        _KEYS,
+        ("encoder_only",),
     ),
     Rule(
         "AB-READ-001",

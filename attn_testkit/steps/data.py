@@ -133,6 +133,8 @@ class StepData:
     """True if the soft cap is applied to logits with this bias. This is a mistake, which only diagnosis computes."""
     index: object = None
     """Data of the indexer (``steps/index_data.py``), if the answer depends on its selection."""
+    stores: bool = True
+    """False: the step stores no key, because its layers are of an encoder."""
     families: tuple[str, ...] = ()
     """Family of each layer, if there are several. Then ``q`` holds whole rows of the model's table, ``k`` and ``v``
     nothing."""
@@ -420,6 +422,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         row_format=packed,
         spans=case.spans is not None,
         qq_bias=make_query_bias(case, step, visible),
+        stores=case.encoder == "none",
     )
 
 
@@ -598,7 +601,7 @@ def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArr
     """
     runs: list[tuple[int, int, Ints]] = []
     for b, request in enumerate(step.requests):
-        runs.append((b, 0, _held(request, after)))
+        runs.append((b, 0, _held(request, after and data.stores)))
         runs += [(b, request.prefix - len(copy), copy) for copy in request.copies]
     slots = np.concatenate([np.empty(0, np.int64), *(run for _, _, run in runs)])
     parts = [part.view(torch.uint8).numpy() for part in stored_parts(data)]
@@ -620,7 +623,8 @@ def forget_data() -> None:
 def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
     """New slots of a step [n] int64, ascending, and their values [L, 2 or 1, n, Hk, Dqk] in the pool's dtype: NaN where
     a layer does not store them."""
-    b, at, slots = data.row_request, data.row_key, data.out_cache_loc
+    rows_stored = slice(len(data.out_cache_loc) if data.stores else 0)
+    b, at, slots = (each[rows_stored] for each in (data.row_request, data.row_key, data.out_cache_loc))
     if data.encoder:
         b, at = torch.cat([b, data.encoder.request]), torch.cat([at, data.encoder.place])
         slots = torch.cat([slots, data.encoder.slots])

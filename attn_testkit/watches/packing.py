@@ -28,7 +28,7 @@ _GUARD = 64
 """Least number of bytes of poison after each tensor."""
 _LENGTHS = frozenset({
     *("seq_lens", "extend_seq_lens", "extend_seq_lens_tensor", "extend_prefix_lens", "extend_start_loc"),
-    *("query_start_loc", "num_accept_tokens", "num_correct_drafts", "snapshot_rows"),
+    *("query_start_loc", "cu_window_seqlens", "num_accept_tokens", "num_correct_drafts", "snapshot_rows"),
 })  # fmt: skip
 """Last parts of the names of tensors that hold lengths and offsets."""
 _BEHIND_LENGTHS = (2, 1_000_003)

@@ -30,6 +30,7 @@ NEEDED = {
     "freed_": ["w7", "layers3from5groups"],
     "leftof": ["w7", "noncausal"],
     "bothsides": ["w7", "noncausal"],
+    "encoder": ["noncausal"],
 }
 """Beginning of a word -> other words without which no case has it."""
 STATES = "decode-gdn4x2-d64-bf16-p8-k33-shuffled-mild_decay-k32w2s32-b5prod"
@@ -72,6 +73,9 @@ def with_word(case_id: str, word: str) -> str:
     parts = case_id[len(mode) + 1 :].split("-")
     for needed in (others for start, others in NEEDED.items() if word.startswith(start)):
         parts[parts.index("gauss") : parts.index("gauss") + 1] = ["gauss", *needed]
+    if word.startswith("encoder"):
+        # A sequence is encoded at once.
+        parts = ["k0x3" if part.startswith("k0.") else part for part in parts]
     if word.startswith("kvfp8dsmla"):
         # Packed rows are latent ones, in whole tiles.
         parts[:2] = ["mla4", "d128r64"]

@@ -86,6 +86,15 @@ def _layers(case: Fields) -> Sequence[Changes]:
     return [{"non_causal_window": case.non_causal_window} if has else {}] * case.layers.count
 
 
+def _reset(case: Fields, minimal: Fields) -> Changes:
+    """Causal layers that keep the window; without the window if no case has causal layers, as of an encoder."""
+    if case.non_causal_window == minimal.non_causal_window:
+        return {}
+    if NON_CAUSAL.word in minimal.variants:
+        return {"non_causal_window": "none", "window": -1, "layer_windows": "any"}
+    return {"non_causal_window": "none", "variants": case.variants - {NON_CAUSAL.word}}
+
+
 NON_CAUSAL_WINDOW = Feature(
     name="window of non-causal layers",
     order=335,
@@ -153,10 +162,7 @@ NON_CAUSAL_WINDOW = Feature(
     simpler=of_fields(
         "non_causal_window",
         value=lambda case: case.non_causal_window,
-        reset=lambda case, minimal: {
-            "non_causal_window": minimal.non_causal_window,
-            "variants": case.variants - {NON_CAUSAL.word} if case.non_causal_window != "none" else case.variants,
-        },
+        reset=_reset,
     ),
     undeclared=(_undeclared,),
     random=_random,

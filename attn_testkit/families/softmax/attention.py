@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...cases.encoder_windows import window_numbers
 from ...contract import AttentionLayer
 from ...steps.data import StepData, dequantised
 from .narrow_factors import FactorErrors, factor_errors, joined_errors
@@ -40,13 +41,16 @@ class Attention:
 
 def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
     """Narrow [B, Tmax, S] bool visibility to the keys that rows of a layer see: keys in its window, or in the chunk of
-    each row; keys of the encoder in a cross-attention layer; no later keys in a layer without bidirectional spans, if
-    other layers have them.
+    each row, or in the window of an encoder; keys of the encoder in a cross-attention layer; no later keys in a layer
+    without bidirectional spans, if other layers have them.
     """
     if data.spans and not layer.bidirectional_spans:
         visible = visible & (data.key_positions[:, None, :] <= data.query_positions[:, :, None])
     if data.encoder:
         visible = data.encoder.seen(visible, layer)
+    if layer.encoder_window:
+        of_key, of_row = window_numbers(data.key_positions), window_numbers(data.query_positions)
+        return visible & (of_key[:, None, :] == of_row[:, :, None])
     chunk = layer.attention_chunk_size
     if not chunk:
         return windowed(visible, data, layer)
@@ -339,7 +343,10 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
 def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
     kinds = {
-        (each.sliding_window_size, each.attention_chunk_size, each.bidirectional_spans, each.is_cross_attention)
+        (
+            *(each.sliding_window_size, each.attention_chunk_size, each.encoder_window),
+            *(each.bidirectional_spans, each.is_cross_attention),
+        )
         for each in layers
     }
     seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]

@@ -46,6 +46,7 @@ def _held(
 def _due(data: StepData) -> npt.NDArray[np.int64]:
     """Slots of the new rows, and of encoder keys that the step stores."""
     slots: npt.NDArray[np.int64] = data.out_cache_loc.numpy()
+    slots = slots if data.stores else slots[:0]
     return slots if data.encoder is None else np.concatenate([slots, data.encoder.slots.numpy()])
 
 
