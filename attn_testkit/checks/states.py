@@ -79,7 +79,7 @@ def _ratios(observed: Observation) -> torch.Tensor | None:
     worst = torch.empty(want.shape[:-1], dtype=torch.float64)
     # Some slots at a time: fresh memory for all of them costs more than the arithmetic.
     slots = _AT_ONCE // max(1, want[:1].numel()) or 1
-    for found, own, right in zip(*(each.split(slots) for each in (worst, got, want)), strict=True):
+    for found, own, right in zip(*(torch.split(each, slots) for each in (worst, got, want)), strict=True):
         error = own.to(torch.float64, copy=True).sub_(right)
         norm = torch.linalg.vector_norm(error, dim=-1)
         torch.maximum(norm, error.abs_().amax(-1), out=found)

@@ -335,7 +335,7 @@ def _taps(rows: torch.Tensor, windows: torch.Tensor, data: StateStepData) -> tup
     """
     width, first = data.shape.conv_width, 0
     inputs, read = [rows[:0]], [torch.empty(0, width, dtype=torch.int64)]
-    for request, own in enumerate(torch.split(rows, data.news)):
+    for request, own in enumerate(torch.split(rows, [*data.news])):
         new = torch.arange(len(own))[:, None] + torch.arange(width)
         if data.trees:
             paths = (

@@ -190,7 +190,7 @@ def _layer(data: StepData, layer: int) -> StepData:
 def _joined(parts: Sequence[Attention], dim: int, order: torch.Tensor | None = None) -> Attention:
     """Parts of a step side by side: layers along dimension 0, rows along dimension 1, then in this ``order``."""
 
-    def joined(tensors: Sequence[torch.Tensor], dim: int = dim) -> torch.Tensor:
+    def joined(tensors: list[torch.Tensor], dim: int = dim) -> torch.Tensor:
         whole = torch.cat(tensors, dim)
         return whole if order is None else whole.index_select(dim, order)
 

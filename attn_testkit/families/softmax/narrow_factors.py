@@ -45,9 +45,7 @@ class FactorErrors:
     """u."""
 
 
-def joined_errors(
-    parts: Sequence[FactorErrors], joined: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-) -> FactorErrors:
+def joined_errors(parts: Sequence[FactorErrors], joined: Callable[[list[torch.Tensor]], torch.Tensor]) -> FactorErrors:
     """Errors of parts of a step. ``joined``: joins the tensors of the parts."""
     names = [each.name for each in fields(FactorErrors) if each.name != "unit"]
     return FactorErrors(**{name: joined([getattr(part, name) for part in parts]) for name in names}, unit=parts[0].unit)
