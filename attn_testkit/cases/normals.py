@@ -30,12 +30,13 @@ def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
     start = int(rng.integers(0, BANK_SIZE))
     if count > BANK_SIZE:
         # Every seventh number from ``start`` on, cyclically: a piece of the strided bank.
-        at = start * pow(_STRIDE, -1, bank.numel()) % bank.numel()
-        if at + count <= bank.numel():
-            return _strided_bank()[at : at + count].view(shape)
-        # A round of an odd length: of 2^21 numbers, keys that are 2^16 apart would be equal, and an index that lost its
-        # upper bits would read the right numbers.
-        strided = _strided_bank()[:-1]
-        at %= strided.numel()
-        return strided.repeat(-(-(at + count) // strided.numel()))[at : at + count].view(shape)
+        at, strided = start * pow(_STRIDE, -1, bank.numel()) % bank.numel(), _strided_bank()
+        if at + count > strided.numel():
+            # A round of an odd length: of 2^21 numbers, keys that are 2^16 apart would be equal, and an index that lost
+            # its upper bits would read the right numbers.
+            strided = strided[:-1]
+            first = strided[at % strided.numel() :]
+            rounds, last = divmod(max(0, count - first.numel()), strided.numel())
+            at, strided = 0, torch.cat([first, *[strided] * rounds, strided[:last]])
+        return strided[at : at + count].view(shape)
     return bank[start : start + count].view(shape)

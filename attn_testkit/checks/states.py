@@ -34,8 +34,12 @@ class _After(NamedTuple):
     want: Recurrence
     unwritten: torch.Tensor
     """[E] bool: slots in which no bit changed."""
-    before: Start
-    """States and windows before the step, of each end's request: [L, E, ...]."""
+
+    @property
+    def before(self) -> Start:
+        """States and windows before the step, of each end's request: [L, E, ...]."""
+        start, owner = start_of(self.data), [end.request for end in self.data.ends]
+        return Start(start.states[:, owner], start.walk[:, owner], start.windows[:, owner])
 
     def requests(self, bad: torch.Tensor) -> list[int]:
         """Requests of some ends, [E] bool, ascending."""
@@ -58,12 +62,10 @@ def _after(observed: Observation) -> _After | None:
         return None
     observed = observed.of_family("recurrent")
     slots, (changed, held) = torch.tensor([end.slot for end in data.ends]), observed.written
-    unwritten, start = ~torch.isin(slots, changed), start_of(data)
+    unwritten = ~torch.isin(slots, changed)
     # An image of the whole pool takes longer than all else here.
     rows = observed.pool[:, 0, slots, 0] if unwritten.any() else held[:, 0, torch.searchsorted(changed, slots), 0]
-    owner = [end.request for end in data.ends]
-    before = Start(start.states[:, owner], start.walk[:, owner], start.windows[:, owner])
-    return _After(data, *from_rows(rows, data), recur(data), unwritten, before)
+    return _After(data, *from_rows(rows, data), recur(data), unwritten)
 
 
 @lru_cache(maxsize=2)
@@ -73,9 +75,19 @@ def _ratios(observed: Observation) -> torch.Tensor | None:
     after = _after(observed)
     if after is None:
         return None
-    error = after.states.double() - after.want.states
-    worst = torch.maximum(torch.linalg.vector_norm(error, dim=-1), error.abs().amax(-1))
-    return (worst / after.want.state_limit).nan_to_num(torch.inf, torch.inf)
+    got, want = after.states.flatten(0, 1), after.want.states.flatten(0, 1)
+    worst = torch.empty(want.shape[:-1], dtype=torch.float64)
+    # Some slots at a time: fresh memory for all of them costs more than the arithmetic.
+    slots = _AT_ONCE // max(1, want[:1].numel()) or 1
+    for found, own, right in zip(*(torch.split(each, slots) for each in (worst, got, want)), strict=True):
+        error = own.to(torch.float64, copy=True).sub_(right)
+        norm = torch.linalg.vector_norm(error, dim=-1)
+        torch.maximum(norm, error.abs_().amax(-1), out=found)
+    return (worst.view_as(after.want.state_limit) / after.want.state_limit).nan_to_num(torch.inf, torch.inf)
+
+
+_AT_ONCE = 1 << 16
+"""Number of elements of states that are compared at once: half a megabyte, which a core's cache holds."""
 
 
 def state_margin(comparison: Comparison) -> float:

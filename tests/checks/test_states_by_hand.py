@@ -11,6 +11,7 @@ import torch
 
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
+from attn_testkit.checks import states
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.checks.states import (
     conv_window_exact,
@@ -139,7 +140,9 @@ def test_the_hint_names_the_window_that_is_there_instead(how: str, hint: str) ->
     assert hint in found.hint
 
 
-def test_a_state_at_its_limit_passes_and_one_behind_it_fails() -> None:
+@pytest.mark.parametrize("at_once", [1, 1 << 40])
+def test_a_state_at_its_limit_passes_and_one_behind_it_fails(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "_AT_ONCE", at_once)
     step = Step()
     at = (1, 2, 3, 5)
     for factor, wrong in ((0.99, False), (1.01, True)):

@@ -112,3 +112,35 @@ def test_a_large_step_computed_in_parts_gives_what_it_gives_at_once(
             assert torch.allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-14), name
         # Keys behind a request's last one, which nobody sees, no longer count.
         assert (parts.logit_noise <= whole.logit_noise * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(
+    ("case_id", "calls"),
+    [
+        ("decode-gqa4x2-d64-bf16-p16-k40.17.40.3.40.17-shuffled-gauss-w20-sink-b6prod", 4),
+        ("extend-gqa2x2-d32-fp16-p16-k20.1.20x2-n6a6.2.6.3-shuffled-gauss-cap1.5-b4prod", 3),
+        ("decode-gqa4x2-d64-bf16-p16-k40.17.40.3.40.17-shuffled-gauss-kvfp8e4m3-b6prod", 4),
+    ],
+)
+def test_requests_of_one_length_have_the_bits_that_each_has_by_itself(
+    case_id: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = make_schedule(parse_case(case_id))
+    data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(schedule.case)
+    made, computed = [], attention._attend
+    monkeypatch.setattr(attention, "_attend", lambda *given: made.append(computed(*given)) or made[-1])
+    monkeypatch.setattr(attention, "_AT_ONCE", 0)
+    alone = attend(data, layers, flat=True, factors=2.0**-10)
+    assert len(made) == len(data.visible)
+    made.clear()
+    # Room for two of the longest requests.
+    longest = data.visible.shape[-1] * (
+        data.stored_keys[:, 0, 0].numel() + data.q[:, 0, :, 0].numel() * data.visible.shape[1]
+    )
+    monkeypatch.setattr(attention, "_AT_ONCE", 2 * longest)
+    together = attend(data, layers, flat=True, factors=2.0**-10)
+    assert len(made) == calls
+    for name in ("out", "mass", "flat", "logit_noise", "keys", "lse", "top"):
+        assert torch.equal(getattr(together, name), getattr(alone, name)), name
+    for name in ("values", "logits", "bend", "lse", "lse_bend"):
+        assert torch.equal(getattr(together.factors, name), getattr(alone.factors, name)), name

@@ -128,16 +128,32 @@ def _loop(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs and their limits of all rows, and states and walks of all ends, token by token."""
     start = start_of(data)
-    state, walk = start.states.clone(), start.walk.clone()
+    state, walk = start.states, start.walk
+    if data.mistake is not None or 0 in data.news:
+        # The first token is written in place.
+        state, walk = state.clone(), walk.clone()
     out = torch.zeros_like(inputs.v)
     limit = torch.zeros_like(inputs.v)
     products = {"fp32": FLOAT32, "tf32": UNIT_ROUNDOFF["tf32"], "model": UNIT_ROUNDOFF[data.dtype]}[data.products]
     starts = torch.tensor([0, *data.news]).cumsum(0)[:-1]
     news, owner, rows = (
         torch.tensor(each, dtype=torch.int64)
-        for each in (data.news, [end.request for end in data.ends], [end.rows for end in data.ends])
+        for each in (
+            data.news,
+            [end.request for end in data.ends],
+            # A request may be cut short in a diagnosis, and then ends with its last row.
+            [min(end.rows, data.news[end.request]) for end in data.ends],
+        )
     )
-    last, last_walk = state[:, owner], walk[:, owner]
+    last, last_walk = (torch.empty(len(each), len(rows), *each.shape[2:], dtype=each.dtype) for each in (state, walk))
+
+    def keep(count: int, ended: torch.Tensor, walk: torch.Tensor) -> None:
+        """Keep what ends after this number of rows. By ``index_select``, which copies whole states."""
+        done = (rows == count).nonzero()[:, 0]
+        for kept, every in ((last, ended), (last_walk, walk)):
+            kept.index_copy_(1, done, every.index_select(1, owner[done]))
+
+    keep(0, state, walk)
     chunks = None if data.mistake is None else ChunkedStates(data.mistake, state)
     behind: list[tuple[torch.Tensor, torch.Tensor]] = []
     for token in range(max(data.news, default=0)):
@@ -170,9 +186,7 @@ def _loop(
             walk = (walk**2 + stored**2).sqrt()
         if data.trees:
             behind.append((state, walk))
-        done = (rows == token + 1).nonzero()[:, 0]
-        ended = state if chunks is None else chunks.ended(state)
-        last[:, done], last_walk[:, done] = ended[:, owner[done]], walk[:, owner[done]]
+        keep(token + 1, state if chunks is None else chunks.ended(state), walk)
     return out, limit, last, last_walk
 
 
@@ -298,15 +312,12 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
         return rows, torch.zeros_like(rows)
     weight, width = layer.conv_weight.double(), layer.conv_width
     out, size, rounded = (torch.zeros_like(rows) for _ in range(3))
-    first, windows = 0, start_of(data).windows
-    for request, new in enumerate(data.news):
-        every, read = torch.cat([windows[index, request].double().T, rows[first : first + new]]), _taps(data, request)
-        for tap in range(width):
-            term = weight[:, tap] * every[read[:, tap]]
-            out[first : first + new] += term
-            size[first : first + new] += term.abs()
-            rounded[first : first + new] += rounding(term.abs(), data.dtype)
-        first += new
+    every, read = _taps(rows, start_of(data).windows[index], data)
+    for tap in range(width):
+        term = weight[:, tap] * every[read[:, tap]]
+        out += term
+        size += term.abs_()
+        rounded += rounding(term, data.dtype)
     if layer.conv_bias is not None:
         out, size = out + layer.conv_bias.double(), size + layer.conv_bias.double().abs()
     off = FLOAT32 * (width + 4) * size
@@ -318,14 +329,23 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
     return out, off + rounding(out.abs(), data.dtype)
 
 
-def _taps(data: StateStepData, request: int) -> torch.Tensor:
-    """[new, W]: inputs that each tap of each row of a request reads; the first W - 1 inputs are the window before the
-    step."""
-    width, new = data.shape.conv_width, data.news[request]
-    if not data.trees:
-        return torch.arange(new)[:, None] + torch.arange(width)
-    paths = ([*range(width - 1), *(width - 1 + row for row in data.path(request, rows + 1))] for rows in range(new))
-    return torch.tensor([path[-width:] for path in paths])
+def _taps(rows: torch.Tensor, windows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of all requests, [n, C] float64, those of each request after its window, and the input that each tap of
+    each row reads, [T, W] int64. ``rows`` [T, C] float64: the rows of the step; ``windows`` [B, C, W - 1].
+    """
+    width, first = data.shape.conv_width, 0
+    inputs, read = [rows[:0]], [torch.empty(0, width, dtype=torch.int64)]
+    for request, own in enumerate(torch.split(rows, [*data.news])):
+        new = torch.arange(len(own))[:, None] + torch.arange(width)
+        if data.trees:
+            paths = (
+                [*range(width - 1), *(width - 1 + row for row in data.path(request, to + 1))] for to in range(len(own))
+            )
+            new = torch.tensor([path[-width:] for path in paths])
+        inputs += [windows[request].double().T, own]
+        read.append(first + new)
+        first += width - 1 + len(own)
+    return torch.cat(inputs), torch.cat(read)
 
 
 def _rows(data: StateStepData, request: int, count: int, first: int) -> slice | list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,13 +97,20 @@ def attend(
     asked = _Asked(flat, factors, query_rounding(data.q, q_scale))
     if _numbers(data, visible) <= _AT_ONCE:
         return _attend(data, layers, visible, asked)
-    # One request at a time: nothing is computed on the padding after short requests, and what is needed for a moment
-    # stays small. A long one one layer at a time.
-    return _joined([_of_request(data, layers, visible, request, asked) for request in range(len(visible))], 1)
+    # Requests of one length at a time: nothing is computed on the padding after short requests, and what is needed for
+    # a moment stays small. A long one one layer at a time.
+    groups = list(_of_equal_lengths(data, visible))
+    ends = torch.searchsorted(data.row_request, torch.arange(len(visible) + 1)).tolist()
+    rows = [torch.cat([torch.arange(*ends[each : each + 2]) for each in requests]) for requests, _ in groups]
+    parts = [
+        _of_requests(data, layers, visible, requests, slice(0, keys), own, asked)
+        for (requests, keys), own in zip(groups, rows, strict=True)
+    ]
+    return _joined(parts, 1, torch.cat(rows).argsort())
 
 
 _AT_ONCE = 1 << 17
-"""Number of elements of a step's keys and logits up to which the step is computed at once."""
+"""Number of elements of keys and logits up to which a step, or some requests of it, are computed at once."""
 _LAYERS_AT_ONCE = 1 << 19
 """Number of elements in one request up to which all its layers are computed at once."""
 
@@ -112,12 +119,28 @@ def _numbers(data: StepData, visible: torch.Tensor) -> int:
     return data.stored_keys.numel() + data.q[..., 0].numel() * visible.shape[-1]
 
 
-def _of_request(
-    data: StepData, layers: Sequence[AttentionLayer], visible: torch.Tensor, request: int, asked: _Asked
+def _of_equal_lengths(data: StepData, visible: torch.Tensor) -> Iterator[tuple[list[int], int]]:
+    """Requests that are computed at once, and the number of keys up to the last one that a row of them may see."""
+    layers, _, heads, _ = data.q.shape
+    lengths = (visible.any(1) * torch.arange(1, visible.shape[-1] + 1)).amax(1).clamp(min=1).tolist()
+    of_key = data.stored_keys[:, 0, 0].numel() + layers * heads * visible.shape[1]
+    for keys in dict.fromkeys(lengths):
+        requests, most = [each for each, count in enumerate(lengths) if count == keys], _AT_ONCE // (keys * of_key) or 1
+        yield from ((requests[first : first + most], keys) for first in range(0, len(requests), most))
+
+
+def _of_requests(
+    data: StepData,
+    layers: Sequence[AttentionLayer],
+    visible: torch.Tensor,
+    requests: list[int],
+    keys: slice,
+    rows: torch.Tensor,
+    asked: _Asked,
 ) -> Attention:
-    part, off = _part(data, visible, request), asked.query_rounding
+    part, off = _part(data, visible, requests, keys, rows), asked.query_rounding
     if off is not None:
-        off = off[:, data.row_request == request]
+        off = off[:, rows]
         asked = replace(asked, query_rounding=off)
     if _numbers(part, part.visible) <= _LAYERS_AT_ONCE:
         return _attend(part, layers, part.visible, asked)
@@ -131,13 +154,12 @@ def _of_request(
     return replace(_joined(each, 0), keys=each[0].keys)
 
 
-def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
-    """One request, cut to the keys that it may see: views. Tensors that attention does not read are not cut."""
-    one = slice(request, request + 1)
-    seen = visible[request].any(0).nonzero()
-    keys = slice(0, int(seen[-1]) + 1 if len(seen) else 1)
-    first, last = torch.searchsorted(data.row_request, torch.tensor([request, request + 1])).tolist()
-    rows = slice(first, last)
+def _part(data: StepData, visible: torch.Tensor, requests: list[int], keys: slice, rows: torch.Tensor) -> StepData:
+    """Some requests, cut to ``keys``, which are views of one request's. Tensors that attention does not read are not
+    cut."""
+    one: slice | list[int] = slice(requests[0], requests[0] + 1) if len(requests) == 1 else requests
+    renumbered = torch.zeros(len(visible), dtype=torch.int64)
+    renumbered[requests] = torch.arange(len(requests))
     return replace(
         data,
         q=data.q[:, rows],
@@ -145,10 +167,10 @@ def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
         stored_values=None if data.stored_values is None else data.stored_values[:, one, keys],
         visible=visible[one, :, keys],
         allowed=None if data.allowed is None else data.allowed[:, one, :, keys],
-        encoder=data.encoder and data.encoder.part((request,)),
+        encoder=data.encoder and data.encoder.part(requests),
         key_positions=data.key_positions[one, keys],
         query_positions=data.query_positions[one],
-        row_request=torch.zeros_like(data.row_request[rows]),
+        row_request=renumbered[data.row_request[rows]],
         row_offset=data.row_offset[rows],
         row_key=data.row_key[rows],
         qq_bias=None if data.qq_bias is None else data.qq_bias[:, rows],
@@ -169,21 +191,26 @@ def _layer(data: StepData, layer: int) -> StepData:
     )
 
 
-def _joined(parts: Sequence[Attention], dim: int) -> Attention:
-    """Parts of a step side by side: layers along dimension 0, rows along dimension 1."""
+def _joined(parts: Sequence[Attention], dim: int, order: torch.Tensor | None = None) -> Attention:
+    """Parts of a step side by side: layers along dimension 0, rows along dimension 1, then in this ``order``."""
+
+    def joined(tensors: list[torch.Tensor], dim: int = dim) -> torch.Tensor:
+        whole = torch.cat(tensors, dim)
+        return whole if order is None else whole.index_select(dim, order)
+
     flat = [part.flat for part in parts if part.flat is not None]
     factors = [part.factors for part in parts if part.factors is not None]
     errors = [part.logit_error for part in parts if part.logit_error is not None]
     return Attention(
-        out=torch.cat([part.out for part in parts], dim),
-        mass=torch.cat([part.mass for part in parts], dim),
-        logit_noise=torch.cat([part.logit_noise for part in parts], dim),
-        keys=torch.cat([part.keys for part in parts]),
-        lse=torch.cat([part.lse for part in parts], dim),
-        top=torch.cat([part.top for part in parts], dim),
-        flat=torch.cat(flat, dim) if flat else None,
-        factors=joined_errors(factors, dim) if factors else None,
-        logit_error=torch.cat(errors, dim) if errors else None,
+        out=joined([part.out for part in parts]),
+        mass=joined([part.mass for part in parts]),
+        logit_noise=joined([part.logit_noise for part in parts]),
+        keys=joined([part.keys for part in parts], 0),
+        lse=joined([part.lse for part in parts]),
+        top=joined([part.top for part in parts]),
+        flat=joined(flat) if flat else None,
+        factors=joined_errors(factors, joined) if factors else None,
+        logit_error=joined(errors) if errors else None,
     )
 
 

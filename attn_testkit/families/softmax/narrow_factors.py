@@ -45,12 +45,10 @@ class FactorErrors:
     """u."""
 
 
-def joined_errors(parts: Sequence[FactorErrors], dim: int) -> FactorErrors:
-    """Errors of parts of a step along a dimension."""
+def joined_errors(parts: Sequence[FactorErrors], joined: Callable[[list[torch.Tensor]], torch.Tensor]) -> FactorErrors:
+    """Errors of parts of a step. ``joined``: joins the tensors of the parts."""
     names = [each.name for each in fields(FactorErrors) if each.name != "unit"]
-    return FactorErrors(
-        **{name: torch.cat([getattr(part, name) for part in parts], dim) for name in names}, unit=parts[0].unit
-    )
+    return FactorErrors(**{name: joined([getattr(part, name) for part in parts]) for name in names}, unit=parts[0].unit)
 
 
 def factor_errors(
