@@ -1,0 +1,126 @@
+"""States and windows that a step computes rightly and keeps wrongly, or decays wrongly. See ``nineteenth_set.md``."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
+from attn_testkit.contract import ForwardBatch, ForwardMode, StateLayer
+
+
+class Moded(TorchNativeStateBackend):
+    """The healthy parent, which also knows the mode of its step."""
+
+    mode = ForwardMode.DECODE
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        self.mode = batch.forward_mode
+        super().init_forward_metadata_in_graph(batch)
+
+
+class WindowOfOutputs(Moded):
+    """state-spaces/mamba #1027: a prefill keeps what the convolution returns, and not what it is given."""
+
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        self.outputs: list[torch.Tensor] = []
+        out = super().forward(mixed, a, b, layer, batch)
+        columns = layer.conv_width - 1
+        if self.mode is ForwardMode.EXTEND and columns and self.outputs:
+            # Zeros before the first row, as a padded input gives.
+            every = torch.nn.functional.pad(torch.stack(self.outputs, -1), (columns, 0))
+            at = self.counts[:, None, None] + torch.arange(columns, device=every.device)
+            kept = every.gather(2, at.expand(-1, every.shape[1], -1))
+            conv, _ = self.pools(layer)
+            self.store(conv[..., :columns], kept.to(conv.dtype), self.index, self.live & (self.counts > 0))
+        return out
+
+    def convolved(
+        self, rows: torch.Tensor, window: torch.Tensor, layer: StateLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found, after = super().convolved(rows, window, layer)
+        self.outputs.append(found)
+        return found, after
+
+
+class StateOfCopy(Moded):
+    """xllm #1873: a decode updates a float32 copy of a state in bf16."""
+
+    def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
+        if self.mode is not ForwardMode.DECODE or pool.dim() != 4 or self.states.pool.dtype != torch.bfloat16:
+            super().store(pool, rows, index, live)
+
+
+class StateInModelDtype(Moded):
+    """ollama #15865: a decode writes the state in the dtype of its inputs, over a pool in float32."""
+
+    def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
+        if self.mode is ForwardMode.DECODE and pool.dim() == 4 and pool.dtype == torch.float32:
+            rows = rows.to(self.context.dtype).to(pool.dtype)
+        super().store(pool, rows, index, live)
+
+
+class ExponentialIsCutOff(Moded):
+    """TileOPs #1465: between rows l and s of a chunk, ``exp(cum[l]) * exp(min(-cum[s], 88))``."""
+
+    chunk = 128
+
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        self.row = 0
+        return super().forward(mixed, a, b, layer, batch)
+
+    def step(
+        self,
+        state: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        after, read = super().step(state, q, k, v, a, b, layer)
+        if layer.kind != "mamba" or self.mode is not ForwardMode.EXTEND:
+            return after, read
+        decay, step = self.gates(a, b, layer)
+        if self.row % self.chunk == 0:
+            self.before, self.sum = state, torch.zeros_like(decay)
+            self.updates = torch.zeros_like(state)
+        self.row += 1
+        self.sum = self.sum + decay.log()
+        update = (step * v)[..., None] * k[..., None, :]
+        self.updates = self.updates + torch.exp((-self.sum).clamp(max=88))[..., None] * update
+        read = (torch.exp(self.sum)[..., None] * (self.before + self.updates) * q[..., None, :]).sum(-1)
+        return after, read if layer.D is None else read + layer.D[:, None] * v
+
+
+class BetaOfPrefillInModelDtype(Moded):
+    """sglang #40362: the gating of a prefill stores ``sigmoid(b)`` in the dtype of ``b``."""
+
+    def gates(
+        self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        decay, beta = super().gates(a, b, layer)
+        if self.mode is ForwardMode.EXTEND and layer.kind == "gdn" and b is not None:
+            beta = beta.to(b.dtype).float()
+        return decay, beta
+
+
+class TreeIsChain(TorchNativeStateBackend):
+    """lucebox #642: the parents of nodes are ignored."""
+
+    def parents_of(self, batch: ForwardBatch) -> torch.Tensor | None:
+        return None
