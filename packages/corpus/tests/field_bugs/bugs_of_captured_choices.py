@@ -44,10 +44,11 @@ class LengthsOfCapture(Captured):
     """InfiniLM #540: lengths are read on the host, at the capture."""
 
     def at_capture(self, batch: ForwardBatch) -> None:
-        self.lengths = batch.seq_lens[: batch.batch_size].clone()
+        lengths: dict[int, torch.Tensor] = self.__dict__.setdefault("lengths", {})
+        lengths.setdefault(batch.batch_size, batch.seq_lens[: batch.batch_size].clone())
 
     def _kv_lens(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
-        return self.lengths if self.captured is not None else super()._kv_lens(batch, counts)
+        return super()._kv_lens(batch, counts) if self.captured is None else self.lengths[batch.batch_size]
 
 
 class PaddingKeepsSlots(TorchNativeStateBackend):

@@ -96,11 +96,12 @@ class ExponentialIsCutOff(Moded):
         if layer.kind != "mamba" or self.mode is not ForwardMode.EXTEND:
             return after, read
         decay, step = self.gates(a, b, layer)
+        assert layer.A_log is not None
         if self.row % self.chunk == 0:
             self.before, self.sum = state, torch.zeros_like(decay)
             self.updates = torch.zeros_like(state)
         self.row += 1
-        self.sum = self.sum + decay.log()
+        self.sum = self.sum - layer.A_log.exp()[:, None] * step
         update = (step * v)[..., None] * k[..., None, :]
         self.updates = self.updates + torch.exp((-self.sum).clamp(max=88))[..., None] * update
         read = (torch.exp(self.sum)[..., None] * (self.before + self.updates) * q[..., None, :]).sum(-1)

@@ -34,6 +34,9 @@ class LanesOfLastTile(TorchNativeSparseBackend):
         best = torch.nn.functional.pad(best, (0, topk - best.shape[1]), value=-1)
         return torch.where(sees > topk, best, right)
 
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().slots(selected.clamp(max=plan.slot_table.shape[1] - 1), plan)
+
 
 class ColumnsOfPackedKeys(Moded):
     """vllm #56749: the top-k of a prefill names columns of the keys of all requests."""
