@@ -144,8 +144,8 @@ def _drawn(schedule: Schedule, step: Step) -> IndexData:
             continue
         keys = by_slot[layer].float().numpy()
         for row, (of, offset) in enumerate(zip(data.row_request.tolist(), data.row_offset.tolist(), strict=True)):
-            own = step.requests[of]
-            seen = keys[own.slots[: own.prefix + offset + 1]]
+            slots = step.requests[of].slots
+            seen = keys[slots[data.visible[of, offset, : len(slots)].numpy()]]
             for _ in range(_TRIES):
                 if not _is_tied(q[layer, row], weights[layer, row], seen, case.selection.topk):
                     break
