@@ -11,6 +11,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
+from attn_testkit_corpus.faults.catalogue import bug
 
 
 class Captured(TorchNativeBackend):
@@ -31,6 +32,12 @@ class Captured(TorchNativeBackend):
         """Look at the lengths of a capture."""
 
 
+@bug(
+    "vllm #40961",
+    "decode-gqa8x2-d32-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-kvfp8e4m3-kvpaddedpages-w46-alibi-layers2from0groups-b8prod-empty_batches-given_out-freed_minus_one",
+    "replay-follows-batch",
+    execution="graph",
+)
 class NoWindowInShortCapture(Captured):
     """vllm #40961: lengths of 1 at a capture are within any window, so its kernels have none."""
 
@@ -40,7 +47,13 @@ class NoWindowInShortCapture(Captured):
         return super()._in_window(layer)
 
 
-class LengthsOfCapture(Captured):
+@bug(
+    "InfiniLM #540",
+    "decode-mha2-d32-bf16-p1-k7.8.9-contiguous-gauss-local64-b3prod",
+    "replay-follows-batch",
+    execution="graph",
+)
+class LengthsReadAtCapture(Captured):
     """InfiniLM #540: lengths are read on the host, at the capture."""
 
     def at_capture(self, batch: ForwardBatch) -> None:
@@ -51,6 +64,12 @@ class LengthsOfCapture(Captured):
         return super()._kv_lens(batch, counts) if self.captured is None else self.lengths[batch.batch_size]
 
 
+@bug(
+    "xllm #1904",
+    "decode-kda4x2-d64-fp32-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod",
+    "writes-own-state",
+    execution="graph",
+)
 class PaddingKeepsSlots(TorchNativeStateBackend):
     """xllm #1904: a replay copies the slots of live requests, and not those of padded ones."""
 
@@ -80,6 +99,11 @@ class PaddingKeepsSlots(TorchNativeStateBackend):
         super().init_forward_metadata_in_graph(batch)
 
 
+@bug(
+    "TensorRT-LLM #19422",
+    "decode-gqa2x2-d256-bf16-p16-k7x2-reversed-gauss-kvfp8perhead-kvhnd-layers2from5-b2prod",
+    "steps-independent",
+)
 class ScalesByAddress(TorchNativeFormatsBackend):
     """TensorRT-LLM #19422: a copy of the scales is filled once for each address."""
 

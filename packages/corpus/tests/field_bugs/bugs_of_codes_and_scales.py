@@ -7,6 +7,7 @@ import torch
 from attn_testkit.backends.torch_native import TorchNativeBackend, _Seen
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
 class Moded(TorchNativeFormatsBackend):
@@ -64,6 +65,11 @@ def put(plane: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -
     bytes_of(plane).index_put_(at, rows.contiguous().view(torch.uint8))
 
 
+@bug(
+    "sglang #40581",
+    "decode-mha2-d32-bf16-p128-k600.70.12-interleaved-one_hot-kvfp8pertokenhead-w46-cap1.5-sink-b3prod",
+    "writes-own-kv",
+)
 class SoftwareFp8(Moded):
     """sglang #40581: exponents of 15 and more saturate, and halves are rounded up."""
 
@@ -80,6 +86,11 @@ class SoftwareFp8(Moded):
         put(planes["numbers"], at, rounded.copysign(number).to(torch.float8_e4m3fn))
 
 
+@bug(
+    "FreeToken #354",
+    "decode-gqa8x2-d128r64-bf16-p32-k31.32.33-shared-rising_logits-kvfp8e4m3-w0-alibi-layers2from5groups-b6stale-given_out-padded_tokens-overlap_scheduling-freed_null_page",
+    "writes-own-kv",
+)
 class PitchOfKeys(TorchNativeBackend):
     """FreeToken #354: one stride of rows is passed for K and V."""
 
@@ -96,6 +107,11 @@ class PitchOfKeys(TorchNativeBackend):
         super()._store(k, v, layer, batch, save_kv_cache)
 
 
+@bug(
+    "openvino #36480",
+    "decode-gqa2x2-d512-bf16-p16-k1025.33-shuffled-gauss-kvint8zerospertokenhead-layers1from0-b2prod",
+    "writes-own-kv",
+)
 class GroupsOfHeadOverlap(Moded):
     """openvino #36480: with 512 numbers in a head, those from 272 on are not written."""
 
@@ -106,6 +122,12 @@ class GroupsOfHeadOverlap(Moded):
         put(planes["numbers"][..., 272:], at, before["numbers"][..., 272:])
 
 
+@bug(
+    "vllm-ascend #9377",
+    "decode-mha2-d32-bf16-p128-k600.70.12-interleaved-one_hot-kvfp8pertokenhead-w46-cap1.5-sink-b3prod",
+    "writes-own-kv",
+    execution="graph",
+)
 class ValuesScaledAlongTokens(Moded):
     """vllm-ascend #9377: the scale of V is the largest of all tokens of the step."""
 
@@ -117,13 +139,20 @@ class ValuesScaledAlongTokens(Moded):
             return
         rows = rows.float()
         largest = 448.0 if self.format.startswith("fp8") else 127.0
-        scales = (rows.nan_to_num(0.0).abs().amax((0, 2)) / largest).clamp(min=1e-6)[None, :, None].expand(len(rows), -1, 1)
+        scales = (
+            (rows.nan_to_num(0.0).abs().amax((0, 2)) / largest).clamp(min=1e-6)[None, :, None].expand(len(rows), -1, 1)
+        )
         numbers = (rows / scales).clamp(-largest, largest)
         dtype = planes["numbers"].dtype
         put(planes["numbers"], at, numbers.to(dtype) if dtype.is_floating_point else numbers.round().to(dtype))
         put(planes["scales"], at, scales)
 
 
+@bug(
+    "vllm #38874",
+    "decode-gqa2x2-d32-bf16-p32-k1061-shared-mean-kvfp8pertokenhead-kvhnd-w11-spanswidebylayer-cap1.5-sink-layers2from0groups-b1prod-padded_tokens-freed_null_page",
+    "writes-own-kv",
+)
 class ScalesLikeNhd(Moded):
     """vllm #38874: views of the scales have the strides of slots before heads, where heads come first."""
 
@@ -131,6 +160,7 @@ class ScalesLikeNhd(Moded):
         in_rows = self.format in ("int8_per_token_head", "fp8_per_token_head")
         return in_rows and self.context.kv_pool.layout == "hnd"
 
+    @helper
     def places(self, place: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slot in the page [..., Hk] and head [..., Hk] whose row has the scale of each head of slot ``place``."""
         row = place[..., None] * heads + torch.arange(heads, device=place.device)
@@ -155,6 +185,10 @@ class ScalesLikeNhd(Moded):
         return torch.cat([rows[..., :first], found[..., first:end], rows[..., end:]], -1)
 
 
+@bug(
+    "vllm #55696",
+    "extend-mha2-d256-bf16-p1-k3.21.5.17-n5a7.8.2.1-contiguous-rising_logits-kvnvfp4-w46-cap1.5-sink-b4prod",
+)
 class OutputThroughFp8(Moded):
     """vllm #55696: the kernel of FP4 keys writes e4m3, which is copied to the dtype of the model."""
 
@@ -165,6 +199,7 @@ class OutputThroughFp8(Moded):
         return out, logits
 
 
+@bug("sglang #18904", "extend-mha2-d256-bf16-p128-k133-n17a17-chunks3-reversed-gauss-kvfp8e4m3-w0-sink-b4stale")
 class PrefixWithoutScales(TorchNativeBackend):
     """sglang #18904: an extend reads the prefix from an FP8 pool without the scales of the layer."""
 
@@ -174,6 +209,7 @@ class PrefixWithoutScales(TorchNativeBackend):
         self.mode = batch.forward_mode
         super().init_forward_metadata_in_graph(batch)
 
+    @helper
     def without(self, rows: torch.Tensor, scale: float, layer: AttentionLayer) -> torch.Tensor:
         if self.mode is not ForwardMode.EXTEND or layer.is_cross_attention:
             return rows
@@ -187,6 +223,11 @@ class PrefixWithoutScales(TorchNativeBackend):
         return self.without(super()._values(layer, seen), layer.v_scale, layer)
 
 
+@bug(
+    "Rapid-MLX #2234",
+    "extend-gqa8x2-d32-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-contiguous-peaked-kvfp8pertokenhead-kvsidebysidehnd-w0-alibi-qqbias-layers2from0groups-b8prod-padded_tokens-freed_null_page",
+    "reads-own-kv",
+)
 class StridesIgnored(Moded):
     """Rapid-MLX #2234: the kernel that unpacks rows takes a view for contiguous memory."""
 
@@ -206,6 +247,10 @@ def flat(view: torch.Tensor) -> torch.Tensor:
     return memory[place.clamp(max=len(memory) - 1)].view(view.shape)
 
 
+@bug(
+    "FastDeploy #4463",
+    "decode-gqa8x2-d256-bf16-p1-k0.1.8-shuffled-rising_logits-kvint8pertokenheadapart-w11-spanswidebylayer-cap1.5-sink-b6small-empty_batches-given_out-overlap_scheduling",
+)
 class TimesLargest(Moded):
     """FastDeploy #4463: the reader multiplies by the largest magnitude, and not by a 127th of it."""
 
@@ -214,6 +259,11 @@ class TimesLargest(Moded):
         return numbers * 127 if self.format.startswith("int8_per_token_head") else numbers
 
 
+@bug(
+    "vLLM-2080Ti-Definitive #109",
+    "decode-gqa8x2-d256-bf16-p1-k0.1.8-shuffled-rising_logits-kvint8pertokenheadapart-w11-spanswidebylayer-cap1.5-sink-b6small-empty_batches-given_out-overlap_scheduling",
+    "writes-own-kv",
+)
 class RangesOfFp8(Moded):
     """vLLM-2080Ti-Definitive #109: K is divided for a range of 200, and V of 100, and stored as int8."""
 
@@ -227,6 +277,10 @@ class RangesOfFp8(Moded):
         put(planes["scales"], at, scales)
 
 
+@bug(
+    "flashinfer #5272",
+    "extend-gqa8x2-d32-bf16-p16-k1.2.5.9.14.2.30-n4a19.1x6-contiguous-peaked-kvfp8pertokenhead-kvsidebysidehnd-w0-alibi-qqbias-layers2from0groups-b8prod-padded_tokens-freed_null_page",
+)
 class ScaleOfValuesLost(Moded):
     """flashinfer #5272: a prefill scales another buffer than that of the probabilities."""
 
@@ -239,6 +293,11 @@ class ScaleOfValuesLost(Moded):
         return packed.planes(rows)["numbers"].float().transpose(1, 2).contiguous()
 
 
+@bug(
+    "mlx #3762",
+    "decode-gqa2x2-d512-bf16-p16-k1025.33-shuffled-gauss-kvfp4mxblock16-layers1from0-b2prod",
+    execution="graph",
+)
 class ByteOfScale(Moded):
     """mlx #3762: with fewer than 8 keys and whole blocks of 512 numbers, the byte of a scale is a number."""
 

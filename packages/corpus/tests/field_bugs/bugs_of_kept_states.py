@@ -6,6 +6,7 @@ import torch
 
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import ForwardBatch, ForwardMode, StateLayer
+from attn_testkit_corpus.faults.catalogue import bug
 
 
 class Moded(TorchNativeStateBackend):
@@ -18,6 +19,11 @@ class Moded(TorchNativeStateBackend):
         super().init_forward_metadata_in_graph(batch)
 
 
+@bug(
+    "state-spaces mamba #1027",
+    "extend-gdn4x2-d64-fp16-p16-k64-n5a5-shuffled-strong_decay-k64w2s32.null.strided-b1prod",
+    "conv-window-exact",
+)
 class WindowOfOutputs(Moded):
     """state-spaces/mamba #1027: a prefill keeps what the convolution returns, and not what it is given."""
 
@@ -49,6 +55,11 @@ class WindowOfOutputs(Moded):
         return found, after
 
 
+@bug(
+    "xllm #1873",
+    "decode-gdn4x2-d64-fp32-p16-k1.70.9-shuffled-no_decay-k64w2sb16.null.zeroed.strided-layers3from5-b5stale",
+    "state-matches-oracle",
+)
 class StateOfCopy(Moded):
     """xllm #1873: a decode updates a float32 copy of a state in bf16."""
 
@@ -57,6 +68,11 @@ class StateOfCopy(Moded):
             super().store(pool, rows, index, live)
 
 
+@bug(
+    "ollama #15865",
+    "decode-mamba4x2-d64-fp16-p16-k0.33.0.4-shuffled-weak_decay-k64w4s32.zeroed.strided.snap64-b4nan",
+    "state-matches-oracle",
+)
 class StateInModelDtype(Moded):
     """ollama #15865: a decode writes the state in the dtype of its inputs, over a pool in float32."""
 
@@ -66,6 +82,11 @@ class StateInModelDtype(Moded):
         super().store(pool, rows, index, live)
 
 
+@bug(
+    "TileOPs #1465",
+    "extend-mamba4x2-d64-bf16-p16-k0-n20a20-shuffled-strong_decay-k64w4s16.null.zeroed.strided.snap64-layers1from0-b1stale-empty_batches",
+    "finite",
+)
 class ExponentialIsCutOff(Moded):
     """TileOPs #1465: between rows l and s of a chunk, ``exp(cum[l]) * exp(min(-cum[s], 88))``."""
 
@@ -108,6 +129,10 @@ class ExponentialIsCutOff(Moded):
         return after, read if layer.D is None else read + layer.D[:, None] * v
 
 
+@bug(
+    "sglang #40362",
+    "extend-gdn1x2-d128-fp16-p16-k30.0.5.0-n1a1x4-shuffled-mild_decay-k128w1s32.slot0.zeroed.kv.strided.snap16-layers3from5-b4nan",
+)
 class BetaOfPrefillInModelDtype(Moded):
     """sglang #40362: the gating of a prefill stores ``sigmoid(b)`` in the dtype of ``b``."""
 
@@ -120,6 +145,10 @@ class BetaOfPrefillInModelDtype(Moded):
         return decay, beta
 
 
+@bug(
+    "lucebox #642",
+    "target-verify-gdn4x2-d32-fp32-p16-k33.5.12-t0.1.0.3-shuffled-mild_decay-k32w4s32.snap16-layers1from0-b4prod-multi_mode",
+)
 class TreeIsChain(TorchNativeStateBackend):
     """lucebox #642: the parents of nodes are ignored."""
 

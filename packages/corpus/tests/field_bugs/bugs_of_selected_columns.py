@@ -6,6 +6,7 @@ import torch
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, KernelPlan
+from attn_testkit_corpus.faults.catalogue import bug
 
 
 class Moded(TorchNativeSparseBackend):
@@ -38,6 +39,11 @@ class LanesOfLastTile(TorchNativeSparseBackend):
         return super().slots(selected.clamp(max=plan.slot_table.shape[1] - 1), plan)
 
 
+@bug(
+    "vllm #56749",
+    "extend-gqa2x2-d128-fp32-p1-k3.21.5.17-n3a0.9.0x2-interleaved-mean-kvfp8e4m3-sel16-idx4reuse-b4prod-padded_tokens-overlap_scheduling",
+    "selection-well-formed",
+)
 class ColumnsOfPackedKeys(Moded):
     """vllm #56749: the top-k of a prefill names columns of the keys of all requests."""
 
@@ -52,6 +58,11 @@ class ColumnsOfPackedKeys(Moded):
         return super().slots(selected.clamp(max=plan.slot_table.shape[1] - 1), plan)
 
 
+@bug(
+    "aiter #4290",
+    "target-verify-mla16-d128r32-fp16-p64-k69-chain2-shared-one_hot-kvfp8e4m3-sel16-idx4gauss-b4prod-padded_tokens",
+    "selection-well-formed",
+)
 class BoundFromTheEnd(Moded):
     """aiter #4290: row i of a request sees the keys up to ``context_len - i``."""
 
@@ -67,6 +78,7 @@ class BoundFromTheEnd(Moded):
         return scores, torch.minimum(held, held - row + 1).clamp(min=0)
 
 
+@bug("aiter #5614", "decode-mla16-d128r32-fp16-p64-k69-interleaved-mean-sink-sel1-idx4ties-b1prod", "selects-best")
 class TokensAsPages(Moded):
     """aiter #5614: the position of a token is the column of the page table, and the page's first token is scored."""
 
@@ -79,6 +91,7 @@ class TokensAsPages(Moded):
         return pages[:, column] * page
 
 
+@bug("ik_llama.cpp #2344", "decode-gqa2x2-d32-fp16-p16-k70.33.1-shuffled-gauss-sink-sel1holesempty-b3prod", "finite")
 class LeadingRowsWithoutKeys(TorchNativeSparseBackend):
     """ik_llama.cpp #2344: rows without a key are NaN if they are the first ones of the batch, with sinks."""
 
@@ -93,6 +106,7 @@ class LeadingRowsWithoutKeys(TorchNativeSparseBackend):
         return out.masked_fill((there.cumsum(0) == 0)[:, None, None], torch.nan), lse
 
 
+@bug("DeepGEMM #311", "decode-mla16-d128r32-fp16-p64-k69-interleaved-mean-sink-sel1-idx4ties-b1prod", "selects-best")
 class InterleavedIndexKeys(TorchNativeSparseBackend):
     """DeepGEMM #311: rows of a page are read as key and scale, one after another."""
 
@@ -111,6 +125,7 @@ class InterleavedIndexKeys(TorchNativeSparseBackend):
         return of_slot * scales
 
 
+@bug("pypto-lib #158", "decode-mha2-d128-bf16-p1-k7.8.9-reversed-peaked-sink-sel1holes-b4prod")
 class FirstSelectedIsFirstKey(Moded):
     """pypto-lib #158: the first entry of a selection is taken to be key 0."""
 

@@ -1,4 +1,7 @@
-"""Kernels that cover the wrong keys: tiles, rings, pages and windows. Threads and triggers are in ``nineteenth_set.md``."""
+"""Kernels that cover the wrong keys: tiles, rings, pages and windows.
+
+Threads and triggers are in ``nineteenth_set.md``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend, _Seen
 from attn_testkit.contract import AttentionLayer, DraftDecodeInput, ForwardBatch, ForwardMode
+from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
 class Moded(TorchNativeBackend):
@@ -25,6 +29,11 @@ class Moded(TorchNativeBackend):
         return self.mode is ForwardMode.EXTEND
 
 
+@bug(
+    "flashinfer #4992",
+    "extend-mha2-d32-fp32-p1-k3.21.5.17-n34a1x3.130-chunks3-shared-gauss-kvsidebyside-w11-layers1from0-lsetokens3merged-b5nan-noncausal-leftofrow",
+    "log-sum-exp",
+)
 class SplitsOfWindowAndTile(Moded):
     """flashinfer #4992: the scheduler estimates the keys of a tile of rows as window and tile, also without a causal
     mask."""
@@ -42,6 +51,7 @@ class SplitsOfWindowAndTile(Moded):
         return seen & (self._key < (start + covered)[..., None])
 
 
+@bug("flash-linear-attention #1104", "extend-gqa8x2-d32-bf16-p4-k9.6.3-n4a4.3.4-shuffled-gauss-kvlayersinblock-b4prod")
 class StraddlingTileIsEarlier(Moded):
     """flash-linear-attention #1104: a tile of keys is earlier, or of the step, by its first key alone."""
 
@@ -56,12 +66,18 @@ class StraddlingTileIsEarlier(Moded):
         return position, key, visible | earlier[:, None]
 
 
+@bug(
+    "litgpt #2182",
+    "extend-gqa2x2-d32-bf16-p16-k32.128.64.16.63-n5a1x4.19-interleaved-rising_logits-w46-alibi-layers2from0groups-b6prod-empty_batches-given_out-freed_minus_one",
+)
 class RingOfWindow(Moded):
     """litgpt #2182: a windowed layer keeps W + 1 keys, so a longer step overwrites what its first rows need."""
 
+    @helper
     def rings(self, layer: AttentionLayer) -> bool:
         return self.extends and layer.sliding_window_size >= 0 and not layer.is_cross_attention
 
+    @helper
     def ring(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, C] int64: slot of the newest key in the place of each key."""
         newest = self._held - 1 - (self._held - 1 - self._key) % (layer.sliding_window_size + 1)
@@ -86,6 +102,11 @@ class RingOfWindow(Moded):
         return found
 
 
+@bug(
+    "vllm-gaudi #1395",
+    "decode-gqa8x2-d32-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-kvfp8e4m3-kvpaddedpages-w46-alibi-layers2from0groups-b8prod-empty_batches-given_out-freed_minus_one",
+    execution="graph",
+)
 class WholePagesOfWindow(Moded):
     """vllm-gaudi #1395: ``block_table[-(window // page):]`` is the window of a decode."""
 
@@ -98,6 +119,11 @@ class WholePagesOfWindow(Moded):
         return self._visible & (self._key >= first[..., None])
 
 
+@bug(
+    "zml #763",
+    "decode-gqa8x2-d32-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-kvfp8e4m3-kvpaddedpages-w46-alibi-layers2from0groups-b8prod-empty_batches-given_out-freed_minus_one",
+    execution="graph",
+)
 class WindowCountsOwnKey(TorchNativeBackend):
     """zml #763: ``window_size_left`` leaves the row's own key out, and is given a size that counts it."""
 
@@ -107,6 +133,11 @@ class WindowCountsOwnKey(TorchNativeBackend):
         return super()._in_window(layer)
 
 
+@bug(
+    "TensorRT-LLM #17477",
+    "extend-gqa3x2-d256-bf16-p1-k7.8.9-n6a7.8.2-shuffled-one_hot-kvhnd-cross7-cap1.5-layers2from0groups-b3prod",
+    "reads-own-kv",
+)
 class MaskedRowsWeighOne(TorchNativeBackend):
     """TensorRT-LLM #17477: masked logits and the first maximum are the same finite number, whose difference is 0."""
 
@@ -118,6 +149,7 @@ class MaskedRowsWeighOne(TorchNativeBackend):
         return super()._sum(p, values, replace(seen, blind=torch.zeros_like(seen.blind)))
 
 
+@bug("sglang #24582", "extend-gqa8x2-d32-bf16-p4-k9.6.3-n4a4.3.4-shuffled-gauss-kvlayersinblock-b4prod", "reads-own-kv")
 class PagesOf128(Moded):
     """sglang #24582: the prefill's block size is 128, whatever the page size is."""
 
@@ -131,6 +163,11 @@ class PagesOf128(Moded):
         return found.clamp(0, self.context.groups[group].kv_pool.num_slots - 1)
 
 
+@bug(
+    "vllm #43961",
+    "decode-mla16-d256r64-fp16-p16-k0.1.16-interleaved-rising_logits-kvsidebyside-w46-cap1.5-sink-kvsharing-lseprefix-b3prod",
+    "reads-own-kv",
+)
 class TailOfPageIsRead(Moded):
     """vllm #43961: kernels of MLA rely on a weight of 0 for the rows behind the last key."""
 
@@ -146,6 +183,11 @@ class TailOfPageIsRead(Moded):
         return replace(found, values=values)
 
 
+@bug(
+    "openvino #36708",
+    "extend-gqa2x2-d256-fp32-p1-k1.2.5.9.14.2.30-n2a0.4x2.0.4.0x2-chunks3-interleaved-mean-kvfp8e4m3-kvsidebysidehnd-w11-spansprefixwidebylayer-cap1.5-sink-lsetokens3merged-b7prod-zero_length_padding",
+    "log-sum-exp",
+)
 class SpansFromFirstRow(TorchNativeBackend):
     """openvino #36708: positions of images are counted from the first row of the step."""
 
@@ -153,6 +195,11 @@ class SpansFromFirstRow(TorchNativeBackend):
         return super()._in_spans(spans + self._prefix[:, None, None].to(spans.dtype))
 
 
+@bug(
+    "onnxruntime #32391",
+    "decode-mha2-d256-bf16-p4-k0.1.8-reversed-mean-kvinblock-w4-alibi-layers2from5groups-b3prod-empty_batches-zero_length_padding-given_out-freed_minus_one",
+    "reads-own-kv",
+)
 class UnmappedIsPageZero(Moded):
     """onnxruntime #32391: pages that the table does not name are page 0, and are read."""
 
@@ -164,6 +211,11 @@ class UnmappedIsPageZero(Moded):
         return replace(found, values=values)
 
 
+@bug(
+    "1bit-MONSTER #686",
+    "extend-gqa8x2-d32-bf16-p4-k9.6.3-n4a4.3.4-shuffled-gauss-kvlayersinblock-b4prod",
+    "writes-own-kv",
+)
 class FirstRowIsStored(Moded):
     """1bit-MONSTER #686: the store ignores the number of new rows, and writes one."""
 
