@@ -15,6 +15,7 @@ import torch
 from cachetools import LRUCache, cached
 
 from ..cases.case import Case
+from ..cases.features.server.table import variant_of
 from ..cases.indexing import NEAR
 from ..contract import INDEX_WIDTH, IndexPool
 from .data import DTYPES, KEPT_BYTES, bytes_in, make_step_data, numbers_of
@@ -127,8 +128,11 @@ def _misses_the_bin(q: np.ndarray, weights: np.ndarray, keys: np.ndarray, topk: 
 def make_index_data(schedule: Schedule, step: Step) -> IndexData:
     """Draw a step's numbers. Some requests of a step, and one chunk of it, have the data of the whole step."""
     whole = step.part_of[0] if step.part_of else step
-    drawn = _drawn(schedule, whole.chunk_of or whole)
-    if whole.chunk_of is not None:
+    if whole.chunk_of is None or not variant_of(schedule.case).causal:
+        # Rows of a chunk that are not causal see fewer keys than those of the whole step.
+        drawn = _drawn(schedule, whole)
+    else:
+        drawn = _drawn(schedule, whole.chunk_of)
         pairs = zip(whole.requests, whole.chunk_of.requests, strict=True)
         first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])
         news = torch.tensor([request.new for request in whole.requests])
@@ -167,7 +171,7 @@ def _drawn(schedule: Schedule, step: Step) -> IndexData:
             own = step.requests[of]
             if refused is _misses_the_bin and offset < own.new - 1:
                 continue  # one row of a request is enough
-            seen = keys[own.slots[: own.prefix + offset + 1]]
+            seen = keys[own.slots[data.visible[of, offset, : len(own.slots)].numpy()]]
             for _ in range(_TRIES):
                 if not refused(q[layer, row], weights[layer, row], seen, case.selection.topk):
                     break

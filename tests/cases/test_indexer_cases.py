@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend, TorchNativeSparseSlotsBackend
-from attn_testkit.cases.case import Case
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.features.server.table import variant_of
 from attn_testkit.cases.features.server.wide_scores import wide_scores_cases
 from attn_testkit.cases.indexing import NEAR
@@ -66,6 +66,26 @@ def test_each_width_of_decode_and_extend_has_more_ties_than_a_buffer_of_candidat
 
 def test_an_indexer_inside_forward_has_no_ties() -> None:
     assert not [c for c in generate(FusedIndexer.capabilities, DECODE, "core") if c.indexer and c.indexer.data]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "extend-mqa4-d32-bf16-p16-k0x3-n8a20.1.3-reversed-gauss-sel16-idx4-b3prod-noncausal",
+        "extend-mqa4-d32-bf16-p16-k0x3-n8a20.1.3-reversed-gauss-sel16-idx4-b3prod",
+    ],
+)
+def test_exact_scores_have_one_best_selection_of_the_keys_that_a_row_sees(case: str) -> None:
+    schedule, checked = make_schedule(parse_case(case)), 0
+    for step in schedule.steps:
+        data, index = make_sparse_data(schedule, step), make_index_data(schedule, step)
+        for layer in range(schedule.case.layers.count):
+            for each in row_scores(data, index, layer, *stored_index(index.by_slot[layer], "amax")):
+                if len(each.scores) > 16:
+                    best = each.scores.sort(descending=True).values
+                    assert best[15] > best[16]
+                    checked += 1
+    assert checked
 
 
 # Scores near each other.
