@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from cuda_on_cpu import EmulationError, Policy, confine, emulated_cuda, triton_programs
+from cuda_on_cpu import EmulationError, Policy, confine, emulated_cuda, scratch, triton_programs
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -67,9 +67,9 @@ def left(pair, wrong: bool, way: str, grid: tuple[int, ...]) -> list[object]:
 def test_labelled_programs_leave_the_same_bits_and_raise_the_same_errors(pair):
     grid = getattr(pair, "grid", 1)
     grid = grid if isinstance(grid, tuple) else (grid,)
-    for wrong in (False, True):
-        one, other = (left(pair, wrong, way, grid) for way in WAYS)
-        assert one == other
+    # The right program is noted down, so that the first wrong one is not.
+    one, other = ([left(pair, wrong, way, grid) for wrong in (False, True)] for way in WAYS)
+    assert one == other
 
 
 def follow(way: str, seed: int, rows: int, block: int) -> list[torch.Tensor]:
@@ -132,6 +132,20 @@ def test_programs_that_read_what_others_write_run_in_their_order(ran):
             x = torch.zeros(80, device="cuda")
             kernels.add_blocked[(20,)](x, 1.0, BLOCK=4)
             kernels.add_blocked[(20,)](x, 1.0, BLOCK=4)
+    assert ran["together"] == 0
+
+
+def test_programs_that_meet_in_scratch_meet_in_their_order(ran):
+    pair = next(each for each in importlib.import_module("race_programs").PAIRS if each.name == "padded rows of slot 0")
+    found = []
+    for way in WAYS:
+        with torch.no_grad(), emulated_cuda(Policy(programs=way)):
+            x, to, out = pair.wrong()
+            scratch(out[0])
+            for _ in range(4):
+                pair.kernel[pair.grid](x, to, out, **dict(pair.options))
+            found.append(out.tolist())
+    assert found[0] == found[1]
     assert ran["together"] == 0
 
 
