@@ -300,6 +300,10 @@ def _masked_store(run: Run, operands: Sequence[Any], answer: Any) -> AtOnce:
     return masked_store
 
 
+def _barrier(run: Run, operands: Sequence[Any], answer: Any) -> AtOnce | None:
+    return None if operands else lambda batch: run()  # with an argument it is about the kernel before, or the next one
+
+
 _OF_NAME: dict[str, Callable[[Run, Sequence[Any], Any], AtOnce | None]] = {
     "create_get_program_id": _program_id,
     "create_addptr": _addptr,
@@ -311,11 +315,12 @@ _OF_NAME: dict[str, Callable[[Run, Sequence[Any], Any], AtOnce | None]] = {
     "create_dot": _dot,
     "create_load": _load,
     "create_masked_load": _masked_load,
+    "create_barrier": _barrier,
     "create_store": _store,
     "create_masked_store": _masked_store,
 }
-EFFECTS = frozenset({"create_load", "create_masked_load", "create_store", "create_masked_store"})
-"""Calls that read or write memory, and may be made for several programs at once."""
+EFFECTS = frozenset({"create_load", "create_masked_load", "create_store", "create_masked_store", "create_barrier"})
+"""Calls that do more than to compute, and may be made for several programs at once."""
 
 
 def reduction_at_once(run: Callable[..., Any], one: Any) -> AtOnce:
