@@ -27,6 +27,8 @@ class Policy:
     `program_order`       order in which the programs of a launch of a Triton kernel run: by number, or the last first.
                           A device may take any. A kernel with a `while` loop, which may wait for other programs, runs
                           in the order of numbers
+    `programs`            programs of a launch that take the same path run as one with larger blocks, or
+                          "one_by_one". Numbers and findings are the same
     `late`                the device is late: the first `query()` after an event was recorded answers that its work is
                           not done, unless the host has waited for it
     `side_streams`        work that is issued on another stream than the default one happens at once, or ("late") when
@@ -43,6 +45,7 @@ class Policy:
     masked_loads: Literal["zero", "poison"] = "zero"
     races: bool = True
     program_order: Literal["forward", "reverse"] = "forward"
+    programs: Literal["together", "one_by_one"] = "together"
     late: bool = False
     side_streams: Literal["at_once", "late"] = "at_once"
 
@@ -55,6 +58,8 @@ class Policy:
             raise ValueError(f"masked_loads is 'zero' or 'poison', not {self.masked_loads!r}")
         if self.program_order not in ("forward", "reverse"):
             raise ValueError(f"program_order is 'forward' or 'reverse', not {self.program_order!r}")
+        if self.programs not in ("together", "one_by_one"):
+            raise ValueError(f"programs is 'together' or 'one_by_one', not {self.programs!r}")
         if self.side_streams not in ("at_once", "late"):
             raise ValueError(f"side_streams is 'at_once' or 'late', not {self.side_streams!r}")
         if self.fill is not None and not 0 <= self.fill <= 0xFF:

@@ -212,6 +212,13 @@ def _differs(before: Array | None, after: Array) -> Array:
     return found
 
 
+def races_at_once() -> Races | None:
+    """The detector of races of the launch that runs; None if its programs run one after another: what each of them
+    touches is noted, or there is no detector to say that they do not meet."""
+    launch, races = _local.launch, _races()
+    return races if launch is not None and launch.touched is None and races and races.may_run_together else None
+
+
 def _races() -> Races | None:
     launch = _local.launch
     return None if launch is None or launch.atomic else launch.races

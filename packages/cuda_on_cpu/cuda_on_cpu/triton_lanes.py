@@ -39,11 +39,20 @@ _Access = tuple[Block, int, int, int, Array | None]
 
 
 class Lanes:
-    """Accesses of the program that runs, since its last barrier, by the start of their memory."""
+    """Accesses of the program that runs, since its last barrier, by the start of their memory. ``together``: of several
+    programs that run at once, whose blocks have one more axis in front."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool = False) -> None:
+        self._front = 1 if together else 0
         self._loads: dict[int, list[_Access]] = {}
         self._stores: dict[int, list[_Access]] = {}
+
+    def copy(self) -> Lanes:
+        """A copy, with which some of the programs go on."""
+        made = Lanes(self._front > 0)
+        made._loads = {memory: list(found) for memory, found in self._loads.items()}
+        made._stores = {memory: list(found) for memory, found in self._stores.items()}
+        return made
 
     def meet(self) -> None:
         """A barrier, or the begin of another program."""
@@ -55,7 +64,7 @@ class Lanes:
         access: _Access = (block, size, first, end, None)
         if block[1]:  # a number is loaded by every thread, and used by the one that has loaded it
             _append(self._loads, memory, access)
-        return _first_conflict(self._stores[memory], access) if memory in self._stores else None
+        return _first_conflict(self._stores[memory], access, self._front) if memory in self._stores else None
 
     def store(
         self, memory: int, block: Block, size: int, first: int, end: int, changed: Array
@@ -63,7 +72,7 @@ class Lanes:
         """Note a store. Returns an address that another thread uses, with no barrier between, and how; or None."""
         access: _Access = (block, size, first, end, changed)
         for does, others in (("loads from", self._loads), ("stores to", self._stores)):
-            found = _first_conflict(others[memory], access) if memory in others else None
+            found = _first_conflict(others[memory], access, self._front) if memory in others else None
             if found is not None:
                 return found, does
         _append(self._stores, memory, access)
@@ -80,23 +89,23 @@ def _append(known: dict[int, list[_Access]], memory: int, access: _Access) -> No
     accesses.append(access)
 
 
-def _first_conflict(earlier: Sequence[_Access], access: _Access) -> int | None:
+def _first_conflict(earlier: Sequence[_Access], access: _Access, front: int) -> int | None:
     _, size, first, end, _ = access
     for other in earlier:
         if other[2] < end and first < other[3] and other[1] == size:
-            found = _conflict(other, access)
+            found = _conflict(other, access, front)
             if found is not None:
                 return found
     return None
 
 
-def _conflict(one: _Access, two: _Access) -> int | None:
+def _conflict(one: _Access, two: _Access, front: int) -> int | None:
     """An address that two threads use: elements of different blocks, or different elements of blocks of one shape."""
-    (_, shape, _), (_, other_shape, _) = one[0], two[0]
+    shape, other_shape = one[0][1][front:], two[0][1][front:]
     if max(math.prod(shape), math.prod(other_shape)) <= _WARP:
         return None
     alike = [n for n in shape if n != 1] == [n for n in other_shape if n != 1]
-    (old, old_lanes), (new, new_lanes) = _places(one), _places(two)
+    (old, old_lanes), (new, new_lanes) = _places(one, front), _places(two, front)
     if not old.size or not new.size:
         return None
     order = np.lexsort((old_lanes, old))
@@ -108,10 +117,11 @@ def _conflict(one: _Access, two: _Access) -> int | None:
     return int(new[meets][0]) if meets.any() else None
 
 
-def _places(access: _Access) -> tuple[Array, Array]:
+def _places(access: _Access, front: int) -> tuple[Array, Array]:
     """Addresses, and for each the number of its element in the block. Of a store those that it changes."""
     (parts, shape, where), _, _, _, changed = access
-    lanes = np.arange(math.prod(shape)).reshape(shape)[where]
+    own = shape[front:]
+    lanes = np.broadcast_to(np.arange(math.prod(own)).reshape(own), shape)[where]
     addresses = np.broadcast_to(functools.reduce(np.add, parts), lanes.shape)
     if changed is None:
         return addresses.reshape(-1), lanes.reshape(-1)

@@ -15,9 +15,10 @@ from cuda_on_cpu import session, triton_speed
 from cuda_on_cpu.triton_bounds import LETS_NEXT_BEGIN, WAITS, threads_meet
 from cuda_on_cpu.triton_names import Twins, as_int, language_range_of, recorder_of
 from cuda_on_cpu.triton_paths import Kind
-from cuda_on_cpu.triton_quick import shorter_reduction
+from cuda_on_cpu.triton_quick import reduction_together, shorter_reduction
 from cuda_on_cpu.triton_record import Traced, Untraceable
 from cuda_on_cpu.triton_signatures import complaint, stock_of
+from cuda_on_cpu.triton_together import in_place, reduction_at_once
 
 Replacement = tuple[Any, str, Any]
 _COMBINATIONS = (
@@ -221,15 +222,23 @@ def _apply_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, tuple(core.tensor(*pair) for pair in zip(handles, kinds, strict=True)))
 
         ufunc = of_numpy.get(id(self.combine_fn)) if type(self) is module.ReduceOps else None
+        together = None
         if ufunc is not None and len(input) == 1:
             one = recorder.value(recorder.slot(input[0].handle))
-            run = shorter_reduction(module.TensorHandle, ufunc, self.axis, self.keep_dims, one, run(one)) or run
+            answer = run(one)
+            short = shorter_reduction(module.TensorHandle, ufunc, self.axis, self.keep_dims, one, answer)
+            if short is not None:
+                run = short
+                together = reduction_at_once(reduction_together(ufunc, self.axis, self.keep_dims, one, answer), one)
         options = [(key, value) for key, value in vars(self).items() if key != "combine_fn"]
         name = (type(self).__name__, self.combine_fn.fn.__name__, *options, *map(str, kinds))
-        slot = recorder.note(name, Kind.PURE, run, *[tensor.handle for tensor in input])
+        slot = recorder.note(name, Kind.PURE, run, *[tensor.handle for tensor in input], together=together)
         return tuple(
             core.tensor(
-                recorder.wrapped(recorder.note(f"handle {i}", Kind.PURE, _handle_of(i), Traced(slot, None))), found.type
+                recorder.wrapped(
+                    recorder.note(f"handle {i}", Kind.PURE, _handle_of(i), Traced(slot, None), together=in_place(i))
+                ),
+                found.type,
             )
             for i, found in enumerate(recorder.value(slot))
         )

@@ -38,7 +38,7 @@ Replacement = tuple[Any, str, Any]
 def replacements(module: Any) -> list[Replacement]:
     """(object, attribute, faster replacement) for the interpreter `module`; none if it is another one."""
     try:
-        builder, pointers = module.InterpreterBuilder, _pointers_of(module.TensorHandle)
+        builder, pointers = module.InterpreterBuilder, pointers_of(module.TensorHandle)
         found = [
             (builder, "create_load", _load_of(module, pointers, builder.create_load)),
             (builder, "create_masked_load", _masked_load_of(module, pointers, builder.create_masked_load)),
@@ -85,7 +85,10 @@ def _sample(module: Any, functions: dict[str, Any]) -> Array:
     return buffer
 
 
-def _pointers_of(handle: Any) -> Any:
+@functools.cache
+def pointers_of(handle: Any) -> Any:
+    """The class of blocks of pointers, for the interpreter's class of tensors."""
+
     class Pointers(handle):  # type: ignore[misc]
         """A block of pointers, as the sum of `parts`: int64, of its rank, of length 1 along axes with equal
         elements. `base`: the pointer that the kernel was given, if it is known."""
@@ -133,7 +136,8 @@ def _without_copies(values: Array) -> Array:
     return values[tuple(slice(1) if stride == 0 else slice(None) for stride in values.strides)]
 
 
-def _as_pointers(ptr: Any, pointers: Any) -> Any:
+def as_pointers(ptr: Any, pointers: Any) -> Any:
+    """A tensor of pointers as a block of the class ``pointers`` (``pointers_of``)."""
     if type(ptr) is pointers:
         return ptr
     parts = (_without_copies(ptr.data).view(np.int64),)
@@ -162,8 +166,19 @@ def _live(mask: Array, parts: Sequence[Array], shape: tuple[int, ...]) -> tuple[
     if mask.size == len(mask) == shape[0]:
         live = mask.reshape(-1).nonzero()[0]
         return (live, [part[live] if len(part) > 1 or not live.size else part for part in parts])
+    if len(shape) > 2 and mask.size == mask.shape[0] * mask.shape[1]:
+        rows = _spread(mask, (*shape[:2], *mask.shape[2:])).reshape(shape[:2]).nonzero()
+        return (rows, [_rows_of(part, rows) for part in parts])
     where = _spread(mask, shape)
     return (where, [_spread(_sum(parts), shape)[where]])
+
+
+def _rows_of(part: Array, rows: tuple[Array, ...]) -> Array:
+    """Elements of an array of pointers at these places of its first two axes, along which it may have length 1."""
+    i, j = (0 if size == 1 else row for size, row in zip(part.shape[:2], rows, strict=True))
+    found: Array = part[i, j]
+    found = found[None] if found.ndim == part.ndim - 2 else found
+    return found if rows[0].size else found[:0]
 
 
 def _bits(mask: Any) -> Array:
@@ -188,7 +203,7 @@ def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
     handle = module.TensorHandle
 
     def create_load(self: Any, ptr: Any, *rest: Any, **named: Any) -> Any:
-        at = _as_pointers(ptr, pointers)
+        at = as_pointers(ptr, pointers)
         dtype = module._get_np_dtype(at.element)
         look_at_load(at.parts, dtype.itemsize, at.base, volatile=_is_volatile(rest), shape=at.shape)
         found = read(places_of(at.parts, dtype.itemsize), dtype)
@@ -203,7 +218,7 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
     handle = module.TensorHandle
 
     def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-        at = _as_pointers(ptrs, pointers)
+        at = as_pointers(ptrs, pointers)
         dtype, chosen = module._get_np_dtype(at.element), _narrow(_bits(mask), at.shape)
         if chosen is None or (other is not None and other.data.dtype != dtype):
             _everything_looked_at(look_at_load, at, mask, dtype.itemsize)
@@ -225,7 +240,7 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
 
 def _masked_store_of(pointers: Any, stock: Any) -> Any:
     def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        at, values = _as_pointers(ptrs, pointers), value.data
+        at, values = as_pointers(ptrs, pointers), value.data
         chosen = _narrow(_bits(mask), at.shape)
         if values.shape != at.shape and values.size == math.prod(at.shape):
             values = values.reshape(at.shape)  # a row that a descriptor scatters
@@ -250,7 +265,7 @@ def _masked_store_of(pointers: Any, stock: Any) -> Any:
 
 def _addptr_of(pointers: Any, stock: Any) -> Any:
     def create_addptr(self: Any, ptr: Any, offset: Any) -> Any:
-        at = _as_pointers(ptr, pointers)
+        at = as_pointers(ptr, pointers)
         steps = _narrow(offset.data, at.shape) if at.shape else None
         if steps is None:
             moved = stock(self, ptr, offset)

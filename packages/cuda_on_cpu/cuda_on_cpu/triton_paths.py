@@ -12,6 +12,9 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from cuda_on_cpu.triton_bounds import threads_meet
+from cuda_on_cpu.triton_together import EFFECTS, Batch, NotTogether
+
 Run = Callable[..., Any]
 Effect = tuple[object, Any]
 """An effect, and its result."""
@@ -42,7 +45,7 @@ class Kind(enum.Enum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
     """One call of a path. `args` are indices of earlier results of the path; `name` and `args` identify the call.
-    `shorter` computes the same: another function, and its arguments.
+    `shorter` computes the same: another function, and its arguments. `together`: the call for several programs.
     """
 
     name: object
@@ -51,6 +54,7 @@ class Call:
     run: Run | None
     value: Any
     shorter: tuple[Run, tuple[int, ...]] | None = None
+    together: Run | None = None
 
 
 class Contradiction(Exception):
@@ -67,12 +71,13 @@ class _Step:
     level: int
     is_effect: bool
     is_order: bool = False
+    together: Run | None = None
 
 
 class _Node:
     """Calls without a decision in between, then one decision, or the end."""
 
-    __slots__ = ("at_launch", "children", "decision", "is_known", "needed", "programs", "steps", "todo")
+    __slots__ = ("at_launch", "children", "decision", "is_known", "needed", "programs", "steps", "todo", "together")
 
     def __init__(self) -> None:
         self.steps: list[_Step] = []
@@ -83,6 +88,7 @@ class _Node:
         self.needed: set[int] = set()
         self.at_launch: list[_Step] = []
         self.todo: list[tuple[Run, tuple[int, ...], int, object, tuple[int, ...]]] = []
+        self.together: list[Run | None] = []
 
 
 _CONSTANT, _PER_LAUNCH, _PER_PROGRAM = range(3)
@@ -100,6 +106,13 @@ class Paths:
         self._calls = 0
         self._is_planned = False
         self.plans = 0
+        self.largest = 1
+        """Bytes of the largest block of a program."""
+
+    @property
+    def begins(self) -> bool:
+        """True if it is known how programs begin."""
+        return self._root.programs > 1
 
     def learn(self, path: Iterable[Call]) -> None:
         """Add the path of one program, or count it if it is there.
@@ -152,13 +165,16 @@ class Paths:
             level = _PER_PROGRAM
         elif level is _CONSTANT and call.kind is Kind.PURE and _bytes_of(call.value) > _MOST_BYTES_KEPT:
             level = _PER_LAUNCH
+        if level is _PER_PROGRAM:
+            self.largest = max(self.largest, _bytes_of(call.value))
         self._levels.append(level)
         self._values.append(call.value if level is _CONSTANT else None)
         out = len(self._values) - 1
         run, takes = call.run or _none, args
         if call.shorter is not None:
             run, takes = call.shorter[0], tuple(slots[arg] for arg in call.shorter[1])
-        return _Step(call.name, args, run, takes, out, level, call.kind is Kind.EFFECT, call.kind is Kind.ORDER)
+        is_effect, is_order = call.kind is Kind.EFFECT, call.kind is Kind.ORDER
+        return _Step(call.name, args, run, takes, out, level, is_effect, is_order, call.together)
 
     def _plan(self) -> None:
         """Find, for every node, the calls that are needed, and the results that are not needed afterwards."""
@@ -166,7 +182,7 @@ class Paths:
             needed = set().union(*(child.needed for child in node.children.values()))
             if node.decision is not None:
                 needed.update(node.decision.args)
-            node.todo, node.at_launch = [], []
+            node.todo, node.together, node.at_launch = [], [], []
             for step in reversed(node.steps):
                 if step.level is _CONSTANT or not (step.is_effect or step.is_order or step.out in needed):
                     continue
@@ -176,8 +192,10 @@ class Paths:
                     last = {step.out, *step.takes} - needed
                     dead = tuple(slot for slot in last if self._levels[slot] is _PER_PROGRAM)
                     node.todo.append((step.run, step.takes, step.out, step.name if step.is_effect else None, dead))
+                    node.together.append(_meet if step.is_order else step.together)
                 needed.update(step.takes)
             node.todo.reverse()
+            node.together.reverse()
             node.at_launch.reverse()
             node.needed = needed
         self._is_planned = True
@@ -213,6 +231,40 @@ class Paths:
             node = following
         return effects
 
+    def walk_together(self, launch: Launch, batch_of: Callable[[list[Any]], Batch]) -> None:
+        """Run several programs along the known paths. ``batch_of`` makes the batch from a list of values of a program.
+
+        Raises NotTogether if a path is not known, and whatever a call raises.
+        """
+        if not self._is_planned:
+            self._plan()
+        differ = [level is _PER_PROGRAM for level in self._levels]
+        open_ones = [(self._root, batch_of(launch.values_of(self._values, self.plans)))]
+        while open_ones:
+            node, batch = open_ones.pop()
+            if node.programs <= 1:
+                raise NotTogether(int(batch.rows[0]))
+            batch.enter()
+            values = batch.values
+            if node not in launch.visited:
+                launch.visit(node, node.at_launch, values)
+            for (run, takes, out, effect, dead), together in zip(node.todo, node.together, strict=True):
+                if effect is not None and effect not in EFFECTS:
+                    raise NotTogether
+                values[out] = batch.call(run, takes, together, differ, effect is not None)
+                for slot in dead:
+                    values[slot] = None
+            if node.decision is None:
+                continue
+            places: dict[Any, list[int]] = {}
+            for at, choice in enumerate(batch.each(node.decision.run, node.decision.args, differ)):
+                places.setdefault(choice, []).append(at)
+            for choice, found in places.items():
+                if choice not in node.children:
+                    raise NotTogether(int(batch.rows[found[0]]))
+                part = batch if len(places) == 1 else batch.part(found, differ)
+                open_ones.append((node.children[choice], part))
+
 
 class Launch:
     """State that the programs of one launch share."""
@@ -245,3 +297,8 @@ def _bytes_of(value: Any) -> int:
 
 def _none() -> None:
     return None
+
+
+def _meet(batch: Batch) -> None:
+    """The threads of each of several programs wait for each other."""
+    threads_meet()

@@ -21,12 +21,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cuda_on_cpu import session, triton_language, triton_speed
+from cuda_on_cpu import session, triton_bounds, triton_language, triton_speed
 from cuda_on_cpu.errors import RaceError
 from cuda_on_cpu.triton_names import Twin, Twins
 from cuda_on_cpu.triton_numbers import python_number
 from cuda_on_cpu.triton_paths import Contradiction, Effect, Launch, Paths
 from cuda_on_cpu.triton_record import Recorder, Repeater, Traced, Untraceable, identity
+from cuda_on_cpu.triton_together import Batch, NotTogether
 
 _PARTS = (
     "InterpretedFunction.rewrite",
@@ -45,6 +46,9 @@ _PARTS = (
     "triton.knobs.language.knobs",
 )
 _MOST_HISTORIES = 128
+_MOST_AT_ONCE, _MOST_BYTES_AT_ONCE = 128, 1 << 21
+"""Programs that run as one, and the size of a block of theirs, which should fit into a cache."""
+_TRIES_AT_ONCE = 3
 _TRIES = 64
 """Number of recorded programs after which more programs must have been replayed; otherwise recording stops."""
 
@@ -94,9 +98,7 @@ class Programs:
         with contextlib.ExitStack() as stack:
             programs = _Grid(module, self._twins.of, executor.fn, given, kernel.history(module, given), stack)
             try:
-                for index in _in_order(kernel, grid):
-                    builder.set_grid_idx(*index)
-                    programs.run_one()
+                programs.run(_in_order(kernel, grid), session.require().policy.programs == "together")
             except Exception as failure:
                 if module.triton.knobs.compilation.front_end_debugging:
                     raise
@@ -222,6 +224,8 @@ class _History:
         self.forget()
         self.twins: set[Twin] = set()
         self.walked = self.noted = 0
+        self.together = self.apart = 0
+        """Number of times that several programs ran as one, and that they did not."""
         self.is_worth_it = True
 
     def forget(self) -> None:
@@ -254,6 +258,60 @@ class _Grid:
 
     def __post_init__(self) -> None:
         self.launch = Launch(self.given.inputs)
+
+    def run(self, indices: Iterable[tuple[int, ...]], at_once: bool) -> None:
+        """Run programs. ``at_once``: those of one path run together."""
+        indices = iter(indices)
+        while some := list(itertools.islice(indices, self._how_many() if at_once else 1)):
+            self._run_some(some)
+
+    def _how_many(self) -> int:
+        history = self.history
+        if history is None or not history.is_worth_it or history.apart > history.together + _TRIES_AT_ONCE:
+            return 1
+        if not history.paths.begins or triton_bounds.races_at_once() is None:
+            return 1
+        return max(1, min(_MOST_AT_ONCE, _MOST_BYTES_AT_ONCE // history.paths.largest))
+
+    def _run_some(self, indices: list[tuple[int, ...]]) -> None:
+        """Run programs, together as long as their paths are known."""
+        while len(indices) > 1:
+            known = self._run_together(indices)
+            if known is None:
+                break
+            if known < len(indices):
+                self._run_some(indices[:known])
+                self._run_one(indices[known])
+            indices = indices[known + 1 :]
+        for index in indices:
+            self._run_one(index)
+
+    def _run_together(self, indices: list[tuple[int, ...]]) -> int | None:
+        """Run programs as one, and return their number; or that of those before the first one whose path is not known,
+        or None if they do not run as one, for any reason. Nothing has happened then."""
+        history, races = self.history, triton_bounds.races_at_once()
+        assert history is not None
+        assert races is not None
+        done = False
+        races.begin_together(indices)
+        try:
+            history.paths.walk_together(self.launch, lambda values: Batch(self.module, races, indices, values))
+            races.end_together()
+            done = True
+        except NotTogether as reason:
+            if reason.row is not None:
+                return reason.row
+        except Exception:  # the programs will meet it one by one, and say where
+            pass
+        finally:
+            races.leave_together(undo=not done)
+        history.together, history.apart = history.together + done, history.apart + (not done)
+        history.walked += len(indices) * done
+        return len(indices) if done else None
+
+    def _run_one(self, index: tuple[int, ...]) -> None:
+        self.module.interpreter_builder.set_grid_idx(*index)
+        self.run_one()
 
     def run_one(self) -> None:
         """Run the program that the interpreter's `set_grid_idx` named."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from cuda_on_cpu.errors import RaceError
 from cuda_on_cpu.private import disable_functions
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, storage_key
+from cuda_on_cpu.triton_addresses import contents, places_of
+from cuda_on_cpu.triton_addresses import memory as all_memory
 from cuda_on_cpu.triton_lanes import Block, Lanes
 
 Array = npt.NDArray[Any]
@@ -89,14 +91,53 @@ class _Shadow:
         self.writer, self.reader, self.earlier_reader, self.adder = (np.zeros(elements, np.int32) for _ in range(4))
 
 
+class _Read(NamedTuple):
+    """A load: every sum of one element of each of ``parts``, bytes of an element, epoch. Of several programs at once:
+    the epoch of each, and the shape of the block with their axis, of which the elements ``where`` are loaded."""
+
+    parts: Sequence[Array]
+    size: int
+    epoch: Any
+    shape: tuple[int, ...] | None = None
+    where: Any = ...
+
+    def elements(self) -> tuple[Array, Any]:
+        """Addresses, and the epoch of each, or of all."""
+        if self.shape is None:
+            return _addresses(self.parts), self.epoch
+        epochs = _of_each(self.epoch, self.shape, self.where)
+        return np.broadcast_to(functools.reduce(np.add, self.parts), epochs.shape).reshape(-1), epochs.reshape(-1)
+
+
+def _of_each(numbers: Array, shape: tuple[int, ...], where: Any) -> Array:
+    """The number of its program for each element of an access of several programs."""
+    found: Array = np.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)[where]
+    return found
+
+
+@dataclass
+class _Together:
+    """Accesses of programs that run at once. They are entered when all have ended."""
+
+    first: int
+    """Epoch of the first one."""
+    epochs: Array
+    """Epochs of those that run now."""
+    reads: list[tuple[_Memory, _Read]] = field(default_factory=list)
+    writes: list[tuple[_Memory, int, Array, Array, Array]] = field(default_factory=list)
+    """Memory, bytes of an element, addresses, the epoch of each, and True where the value changes."""
+    before: list[tuple[Array, Array]] = field(default_factory=list)
+    """Addresses, and the bits that were overwritten there."""
+
+
 @dataclass
 class _Memory:
     name: str
     tensor: Tensor
     start: int
     stop: int
-    log: list[tuple[Array, int, int]] = field(default_factory=list)
-    """(addresses, bytes of an element, epoch) of reads while nothing was written."""
+    log: list[_Read] = field(default_factory=list)
+    """Reads while nothing was written."""
     logged: int = 0
     shadows: dict[int, _Shadow] = field(default_factory=dict)
     """The last users of each element, by bytes of an element. Accesses of different widths are not compared."""
@@ -112,7 +153,7 @@ class Used:
     """Addresses that a launch used. It keeps no memory of the program alive."""
 
     kernel: str
-    memories: tuple[tuple[int, int, Mapping[int, _Shadow], Sequence[tuple[Array, int, int]]], ...]
+    memories: tuple[tuple[int, int, Mapping[int, _Shadow], Sequence[_Read]], ...]
     """First address, the address after the last, the users of each element by its bytes, and logged reads."""
     earlier: Used | None
     """Addresses of the launch before, if that may still run when the next one begins: no program has waited for it
@@ -140,8 +181,8 @@ class Used:
         for start, stop, _, log in self.memories:
             if first >= stop or end <= start:
                 continue
-            for read, width, _ in log:
-                if np.isin(_pieces(read, width, 1), _pieces(addresses, size, 1)).any():
+            for read in log:
+                if np.isin(_pieces(read.elements()[0], read.size, 1), _pieces(addresses, size, 1)).any():
                     return True
         return False
 
@@ -197,7 +238,89 @@ class Races:
         """Epoch that an atomic operation published, by address."""
         self._known: tuple[int, set[int]] = (0, set())
         self._first = self._epoch = 0
+        self._together: _Together | None = None
         self.begin((0, 0, 0))
+
+    @property
+    def may_run_together(self) -> bool:
+        """True if several programs may run at once: no earlier kernel may still run."""
+        return self._before_wait is None
+
+    def begin_together(self, programs: Sequence[tuple[int, ...]]) -> None:
+        """Several programs start, and run at once."""
+        first = len(self._before)
+        self._programs += programs
+        self._before += [()] * len(programs)
+        self._together = _Together(first, np.arange(first, first + len(programs), dtype=np.int32))
+
+    def lanes_together(self) -> Lanes | None:
+        """Accesses of the threads of programs that run at once, none yet."""
+        return None if self._lanes is None else Lanes(together=True)
+
+    def go_on_together(self, rows: Array, lanes: Lanes | None) -> None:
+        """Let some of the programs go on, whose threads have made the accesses ``lanes``."""
+        assert self._together is not None
+        self._together.epochs, self._lanes = (self._together.first + rows).astype(np.int32), lanes
+
+    def end_together(self) -> None:
+        """The programs have ended. Raises RuntimeError if one may have used what another one, or an earlier one, uses,
+        and one of the two writes: nothing is entered then."""
+        together = self._together
+        assert together is not None
+        changed: list[tuple[Array, Array, Array]] = []
+
+        def put(table: Array, places: Array, values: Array) -> None:
+            changed.append((table, places, table[places]))
+            table[places] = values
+
+        try:
+            entered = [self._entered(memory, size, addresses) for memory, size, addresses, *_ in together.writes]
+            sizes = {id(memory): size for memory, size, *_ in together.writes}
+            for (memory, size, _, epochs, differs), (shadow, places) in zip(together.writes, entered, strict=True):
+                writer = shadow.writer[places]
+                earlier = (writer != 0) & (np.abs(writer) < together.first)
+                _together_only_if(sizes[id(memory)] == size and not earlier.any())
+                _together_only_if(not (shadow.reader[places].any() or shadow.adder[places].any()))
+                put(shadow.writer, places, np.where(differs | (writer > 0), epochs, -epochs))
+            for (_, _, _, epochs, _), (shadow, places) in zip(together.writes, entered, strict=True):
+                _together_only_if(bool((np.abs(shadow.writer[places]) == epochs).all()))
+            for memory, read in together.reads:
+                if not memory.shadows:
+                    continue
+                addresses, epochs = read.elements()
+                shadow, places = self._entered(memory, read.size, addresses)
+                writer = shadow.writer[places]
+                _together_only_if(sizes.get(id(memory), read.size) == read.size and not shadow.adder[places].any())
+                _together_only_if(bool(((writer <= 0) | (writer == epochs)).all()))
+                put(shadow.earlier_reader, places, shadow.reader[places])
+                put(shadow.reader, places, epochs)
+        except RuntimeError:
+            for table, places, values in reversed(changed):
+                table[places] = values
+            raise
+        for memory, read in together.reads:
+            if not memory.shadows:
+                memory.log.append(read)
+                memory.logged += sum(part.nbytes for part in read.parts)
+
+    def _entered(self, memory: _Memory, size: int, addresses: Array) -> tuple[_Shadow, Array]:
+        """The shadow of a memory, and the places there."""
+        self._enter_log(memory)
+        places = self._places(memory, addresses, size)
+        _together_only_if(places is not None and self._kept(addresses) is None)
+        assert places is not None
+        return memory.shadow(size), places
+
+    def leave_together(self, undo: bool) -> None:
+        """Programs no longer run at once. ``undo``: what they stored is taken back."""
+        together, self._together = self._together, None
+        if self._lanes is not None:
+            self._lanes = Lanes()
+        if undo and together is not None:
+            for addresses, bits in reversed(together.before):
+                all_memory(bits.dtype)[places_of((addresses,), bits.itemsize)] = bits
+            del self._programs[together.first :], self._before[together.first :]
+            self._known = (0, set())
 
     def threads_meet(self) -> None:
         """The threads of the program wait for each other."""
@@ -228,6 +351,11 @@ class Races:
             found = self._lanes.load(memory.start, block, size, first, end)
             if found is not None:
                 self._refuse_lanes(memory, size, found, "load", "stores to")
+        if self._together is not None:
+            if orders or block is None:
+                raise RuntimeError("a load that is not made by several programs at once")
+            self._together.reads.append((memory, _Read(parts, size, self._together.epochs, *block[1:])))
+            return
         if self._before_wait is not None and not self.waited:
             self._check_wait(memory, _addresses(parts), size, "load")
         if orders:
@@ -236,9 +364,8 @@ class Races:
             self._enter_log(memory)
             self._enter_read(memory, _addresses(parts), size, self._epoch)
         else:
-            addresses = _addresses(parts)
-            memory.log.append((addresses, size, self._epoch))
-            memory.logged += addresses.nbytes
+            memory.log.append(_Read(parts, size, self._epoch))
+            memory.logged += sum(part.nbytes for part in parts)
 
     def write(self, addresses: Array, size: int, first: int, end: int, differs: Array, block: Block | None) -> None:
         """Note a store. ``differs``: True where the new value differs from the present one. ``block``: the elements
@@ -249,6 +376,14 @@ class Races:
             if found is not None:
                 self._refuse_lanes(memory, size, found[0], "store", found[1])
         addresses, differs = addresses.reshape(-1), differs.reshape(-1)
+        if self._together is not None:
+            before = contents(addresses, size)
+            if memory is None or block is None or before is None:
+                raise RuntimeError("a store that is not made by several programs at once")
+            epochs = _of_each(self._together.epochs, *block[1:]).reshape(-1)
+            self._together.writes.append((memory, size, addresses, epochs, differs))
+            self._together.before.append((addresses, before))
+            return
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is None or places is None:
             return
@@ -340,8 +475,20 @@ class Races:
         log = memory.log.copy()
         memory.log.clear()  # the same list: the next launch may look at it
         memory.logged = 0
-        for addresses, size, epoch in log:
-            self._enter_read(memory, addresses, size, epoch)
+        for read in log:
+            addresses, epochs = read.elements()
+            if read.shape is None:
+                self._enter_read(memory, addresses, read.size, epochs)
+            else:
+                self._enter_reads(memory, addresses, read.size, epochs)
+
+    def _enter_reads(self, memory: _Memory, addresses: Array, size: int, epochs: Array) -> None:
+        """Enter a load of several programs that ran at once."""
+        places = self._places(memory, addresses, size)
+        if places is not None:
+            shadow = memory.shadow(size)
+            shadow.earlier_reader[places] = shadow.reader[places]
+            shadow.reader[places] = epochs
 
     def _enter_read(self, memory: _Memory, addresses: Array, size: int, epoch: int) -> None:
         places = self._places(memory, addresses, size)
@@ -449,6 +596,12 @@ class Races:
         shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
         offset = memory.start + place * size - tensor.data_ptr()
         return f"byte {offset} of {memory.name}, {dtype} [{shape}]"
+
+
+def _together_only_if(may_be: bool) -> None:
+    """Raise RuntimeError if programs have to run one after another."""
+    if not may_be:
+        raise RuntimeError("programs that use what others write")
 
 
 def _with_article(does: str) -> str:

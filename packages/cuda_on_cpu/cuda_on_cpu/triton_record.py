@@ -20,6 +20,7 @@ from cuda_on_cpu.triton_lanes import exchanges
 from cuda_on_cpu.triton_numbers import PythonNumber, as_tensor, plain
 from cuda_on_cpu.triton_paths import Call, Effect, Kind
 from cuda_on_cpu.triton_quick import shorter, spreads
+from cuda_on_cpu.triton_together import at_once
 
 _NO_ARGUMENT_MAY_BE = "an argument of a kernel, or of a call in it, that is not a number, type or tensor: "
 _PURE = re.compile(
@@ -86,8 +87,11 @@ class Recorder:
 
         return call
 
-    def note(self, name: object, kind: Kind, run: Callable[..., Any], *args: Any) -> int:
-        """Make a call, unless its result is known, and return the number of its result in the path."""
+    def note(
+        self, name: object, kind: Kind, run: Callable[..., Any], *args: Any, together: Callable[..., Any] | None = None
+    ) -> int:
+        """Make a call, unless its result is known, and return the number of its result in the path. ``together``: the
+        call for several programs."""
         slots = tuple(self.slot(arg) for arg in args)
         if kind is not Kind.EFFECT and (name, slots) in self._known:
             return int(self._known[name, slots])
@@ -98,7 +102,11 @@ class Recorder:
             value = run(*[self._values[slot] for slot in slots])
             if kind is Kind.EFFECT:
                 self.effects.append((name, value))
-        return self._add(Call(name, slots, kind, run, value, self._shorter(name, kind, run, slots, value)))
+        found = self._shorter(name, kind, run, slots, value)
+        if together is None:
+            operands, made = [self._values[slot] for slot in slots], None if found is None else found[0]
+            together = at_once(self._module.TensorHandle, name, run, made, operands, value)
+        return self._add(Call(name, slots, kind, run, value, found, together))
 
     def _loaded_by(self, name: object, kind: Kind, slots: tuple[int, ...]) -> None:
         """Note a result that depends on a load, before it gets its number, and a call in which threads meet."""
