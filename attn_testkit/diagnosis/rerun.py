@@ -62,6 +62,7 @@ class Rerunner:
         most_programs: tuple[int, int] | None = None,
         pools_anywhere: bool = False,
         nothing_behind: bool = False,
+        wait_before_plans: bool = False,
         fill: int = POISON,
     ) -> Observation | None:
         """Run one eager step; None if it raised, or if the mode does not run eagerly."""
@@ -73,6 +74,7 @@ class Rerunner:
             most_programs=most_programs,
             pools_anywhere=pools_anywhere,
             nothing_behind=nothing_behind,
+            wait_before_plans=wait_before_plans,
         )
         request = Rerun(schedule, step, options, unowned, fill)
         answer = self._ask(request, lambda _: step)
@@ -94,6 +96,7 @@ class Rerunner:
         contiguous_heads: bool = False,
         programs_in_order: bool = False,
         nothing_behind: bool = False,
+        wait_before_plans: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
         """Run all graphs, replays only; None if it raised."""
@@ -110,6 +113,7 @@ class Rerunner:
             contiguous_heads=contiguous_heads,
             programs_in_order=programs_in_order,
             nothing_behind=nothing_behind,
+            wait_before_plans=wait_before_plans,
             eager_steps=False,
         )
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)

@@ -442,6 +442,7 @@ def rerun(
                 backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned
             )
             harness.deliver, harness.copies_pool = drive.deliver, False
+            harness.waits_before_plans = request.options.wait_before_plans
             if request.options.nothing_behind:
                 harness.model.rows_behind = 0
             if request.step is not None:
