@@ -155,8 +155,8 @@ def pool_layout(e: Evidence) -> str:
     layout, attended = e.schedule.case.kv_layout, e.attended
     if layout == "nhd" or attended is None or attended.right or e.in_graph or e.misrouted:
         return ""
-    # A wrong offset or stride loses KV tokens: those that count twice, or should not be visible, were found.
-    if attended.wanted <= attended.used:
+    # A wrong offset or stride loses KV tokens. A token that counts twice, or should not be visible, was found.
+    if attended.wanted <= attended.used and not attended.elsewhere:
         return ""
     if e.changed is not None and e.changed.wrong_without("layout"):
         return ""
