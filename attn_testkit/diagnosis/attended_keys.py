@@ -72,6 +72,8 @@ class AttendedKeys:
     """The layer that was examined, by its place in the case."""
     window: int = -1
     """Window of the examined layer; tokens before it cannot be detected."""
+    widths_differ: bool = False
+    """True if rows of keys and of values of that layer, which are stored apart, differ in width."""
     shape: HeadShape | None = None
     """Head shape of that layer."""
     of_others: tuple[Miscount, ...] = ()
@@ -303,6 +305,7 @@ def _attended_at(
         head=head,
         heads=heads,
         layer=index,
+        widths_differ=layer.head_dim != layer.v_head_dim and not schedule.case.heads.layout.values_in_keys,
         window=layer.sliding_window_size,
         shape=layer.head_shape,
         selected=schedule.case.selection is not None,

@@ -189,9 +189,7 @@ def elsewhere(e: Evidence) -> str:
                 "another: the weights fit the owners of those slots. Probably the page table or the slots do not reach "
                 "the kernel"
             )
-        case = e.schedule.case
-        widths = not case.heads.layout.values_in_keys and any(x.head_dim != x.v_head_dim for x in make_layers(case))
-        other = ", or strides of K and V, whose rows differ in width" if widths else ""
+        other = ", or strides of K and V, whose rows differ in width" if attended.widths_differ else ""
         return (
             "none of its own KV tokens is read: probably a wrong page or slot, the request row, the table's stride, "
             f"or the offset of its query rows{other}"
