@@ -635,6 +635,7 @@ def attended(used: Any, wanted: Any, **fields: Any) -> Any:
         "used": used,
         "wanted": wanted,
         "doubled": frozenset(),
+        "widths_differ": False,
         "elsewhere": {},
         "heads": (),
         "length": len(wanted),
