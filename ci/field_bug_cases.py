@@ -104,19 +104,16 @@ def new_case(slug: str, most: int) -> tuple[str, str] | None:
 
 
 def rewritten(text: str, name: str, old: str, new: str) -> str:
-    """Text of a file in which the decorator of one class has another id, which may be written in pieces or as a
-    constant. Raises ``ValueError`` if the decorator does not say the old one."""
+    """Text of a file in which the decorators of one class have another id, which may be written in pieces. Raises
+    ``ValueError`` if none says the old one."""
     at = re.search(rf"^class {name}\b", text, re.M)
     if at is None:
         raise ValueError(f"no class {name}")
-    start = text.rfind("\n@", 0, at.start())
-    decorator = text[start : at.start()]
-    pieces = r'(?:"\s+")?'.join(map(re.escape, old))
-    for pattern, value in ((pieces, new), (r"\b[A-Z][A-Z0-9_]+(?=[,)])", f'"{new}"')):
-        changed, count = re.subn(pattern, value, decorator)
-        if count == 1:
-            return text[:start] + changed + text[at.start() :]
-    raise ValueError(f"{name} does not say {old}")
+    start = text.rfind("\n\n\n", 0, at.start())
+    changed, count = re.subn(r'(?:"\s+")?'.join(map(re.escape, old)), new, text[start : at.start()])
+    if not count:
+        raise ValueError(f"{name} does not say {old}")
+    return text[:start] + changed + text[at.start() :]
 
 
 def main() -> None:

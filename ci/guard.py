@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-FIELD_BUGS = HERE.parent / "tests" / "field_bugs"
+FIELD_BUGS = HERE.parent / "packages" / "corpus" / "tests" / "field_bugs"
 TIERS = ("smoke", "core", "full")
 Record = dict[str, Any]
 

@@ -24,7 +24,7 @@ from .hook_answers import verify_mask_of
 from .looked_at import looked_at
 from .mode_runners import MODE_RUNNERS
 from .observe import observe, readable
-from .overlap_scheduling import next_of, plans_ahead, table_writes
+from .overlap_scheduling import device_catches_up, next_of, plans_ahead, table_writes
 from .tensors.states import commit_states
 
 
@@ -109,6 +109,7 @@ def _ran(
             commit_states(harness, staged, batch.state, step.bs)
             # Made only now: it fills a mask buffer of the backend.
             following, _ = batch_of(harness, ahead)
+            device_catches_up(harness, done_ahead)
             plan = partial(harness.backend.init_forward_metadata, following)
             looked_at(harness, "plan of the next step", label, no_waits, plan)
             done_ahead()

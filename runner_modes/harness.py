@@ -244,6 +244,8 @@ class ServerHarness:
         """Function that is called when all graphs are captured."""
         self.compiled: list[str] = []
         """Actions of compilers and tuners inside plans and eager forwards, in their order."""
+        self.waits_before_plans = False
+        """True: the device is done with a step before the next one is planned (``RunOptions.wait_before_plans``)."""
         self.copies_pool = True
         """True if observations hold the KV pool."""
         self.pieces: dict[tuple[int, bool], Pieces] = {}

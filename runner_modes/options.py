@@ -43,6 +43,9 @@ class RunOptions:
     nothing_behind: bool = False
     """End the memory of q, k and v with the last row; otherwise rows of NaN follow. Question: is the step finite
     then?"""
+    wait_before_plans: bool = False
+    """Wait for the device before the next step is planned while a step is still queued (overlap scheduling). Question:
+    is the step right then, so that this plan overwrites memory that the queued step still reads?"""
     programs_in_order: bool = False
     """Run programs of a Triton kernel in the order of their numbers, and side streams at once, as in eager runs.
     Question, where the device is emulated: is the graph right then, so that the result depends on the order?"""

@@ -30,6 +30,14 @@ def plans_ahead(staged: StagedStep) -> bool:
     return "overlap_scheduling" in staged.schedule.case.variants and bool(staged.step.requests)
 
 
+def device_catches_up(harness: ServerHarness, done_ahead: Callable[[], None]) -> None:
+    """Let the device finish its work before the next step is planned, if diagnosis asks for it. ``done_ahead``: ends
+    ``keep_device_busy``."""
+    if harness.waits_before_plans:
+        done_ahead()
+        torch.cuda.synchronize()
+
+
 def next_of(staged: StagedStep, pattern: str | None = None) -> StagedStep:
     """A step that may be planned with the memory of ``staged`` in place: its requests without the first, in reverse.
 

@@ -25,7 +25,7 @@ from .harness import ServerHarness, StagedStep
 from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
-from .overlap_scheduling import next_of, plans_ahead, table_writes
+from .overlap_scheduling import device_catches_up, next_of, plans_ahead, table_writes
 from .step_tensor import Filling
 from .tensors.states import captured_states, commit_states
 
@@ -137,6 +137,7 @@ def _replayed(
             commit_states(harness, staged, state, step.bucket)
             fill_static(graphs, ahead)
             following = view_of(graphs, ahead)
+            device_catches_up(harness, done_ahead)
             plan = partial(harness.backend.init_forward_metadata_out_graph, following)
             looked_at(harness, "plan of the next step", label, no_waits, plan)
             del plan, following

@@ -16,6 +16,8 @@ _UNSHIFTED = (
     "exponentials of large numbers are 0 or Inf, so the logarithm of their sum is -Inf or Inf: subtract {} before exp, "
     "and add it to the logarithm"
 )
+POISON = 0xFF
+"""Byte of memory that was never written."""
 _LARGE, _LARGE_IN_FP16 = 80.0, 10.0
 """Sizes of a logit whose exponential is near the limits of float32, and of fp16."""
 
@@ -31,6 +33,9 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
         if misread := misread_by_rank(reads) or misread_selection(reads):
             return misread
     if found.isnan().any():
+        unwritten = bool((evidence.stored.contiguous().view(torch.uint8) == POISON).all(-1).any())
+        if not evidence.merged and not unwritten and bool(want[found.isnan()].isfinite().all()):
+            return ""  # rows see keys, and no splits are merged
         return (
             "the value was never written, or is -inf minus -inf, as of a softmax over no key or a merge of two KV "
             "splits without keys"

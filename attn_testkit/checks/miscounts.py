@@ -206,8 +206,9 @@ def _explain(asked: _Asked) -> tuple[Miscount, ...] | None:
 
 
 def _in_order(asked: _Asked) -> list[int]:
-    """List requests, the row's own first."""
-    return sorted(range(len(asked.walks)), key=lambda request: request != asked.request)
+    """List requests that have keys, the row's own first."""
+    with_keys = (request for request, walk in enumerate(asked.walks) if len(walk) > 1)
+    return sorted(with_keys, key=lambda request: request != asked.request)
 
 
 def _best_run(asked: _Asked, request: int, error: torch.Tensor, total: float) -> tuple[float, Miscount]:

@@ -59,6 +59,11 @@ def held_instead(
     if owner[slot] != NEW:
         if _packed(observed) and (planes := _only_some_planes(observed, got, want, owner, at)):
             return f"{planes}: probably a store that is wider than a row, or that resets scales of other tokens"
+        if text := _other_order(observed, got[layer, part], want[layer, part], owner, part):
+            return text
+        planes = _only_some_planes(observed, got, want, owner, at)
+        if planes and not _packed(observed):
+            return f"{planes}: probably slots, strides, or the order of heads and tokens in one of the two stores"
         return "" if layout == "nhd" else f"the KV pool of this case has layout {layout}: use all of its strides"
     if bool((row == got[layer, part][owner == UNOWNED][:1]).all()):
         return f"it was not written, or a padded row overwrote it with NaN{_where_alone(observed, got, want, new)}"
@@ -81,6 +86,8 @@ def held_instead(
         )
     if factor := _by_a_factor(observed, row, want[layer, part, slot], layer, part):
         return factor
+    if text := _other_order(observed, got[layer, part], want[layer, part], owner, part):
+        return text
     if some := _some_heads(row, want[layer, part, slot]):
         return f"{some}{padding}{_HEADS_ARE if strided_heads else ''}"
     if row.view(observed.pool.dtype).float().isnan().all() and not padded:
@@ -96,6 +103,29 @@ def held_instead(
     if padded:
         return f"it holds no live row of this step: a padded row was stored over it. {PADDING_GOES}. Or {views}"
     return f"it holds no live row of this step: {views}"
+
+
+def _other_order(observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, part: int) -> str:
+    """Describe new rows of which each head lies where it would if a page had its heads before its tokens, or its tokens
+    before its heads, and the pool has the other order. ``got``, ``want`` [slots after page 0, Hk, D]."""
+    size, heads = observed.schedule.case.page_size, got.shape[1]
+    if size == 1 or heads == 1 or got.dim() != 3:
+        return ""
+    new = (owner == NEW).nonzero().flatten()
+    slot, head = new.repeat_interleave(heads), torch.arange(heads).repeat(len(new))
+    start, token = slot // size * size, slot % size
+    for order, number, where in (
+        ("heads of a page were before its tokens", head * size + token, lambda n: (n // heads, n % heads)),
+        ("tokens of a page were before its heads", token * heads + head, lambda n: (n % size, n // size)),
+    ):
+        at, of_head = where(number)
+        moved = (at != token) | (of_head != head)
+        lies = (got[start + at, of_head] == want[slot, head]).all(-1)
+        if int(moved.sum()) >= _FEW_MOVED and bool(lies.all()):
+            return (
+                f"new rows of {'KV'[part]} are stored as if {order}: each head of a row lies where that order puts it"
+            )
+    return ""
 
 
 _HEADS_ARE = f". For the heads of k and v: {STRIDED_HEADS}"

@@ -26,9 +26,9 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, othe
         )
     wrong = differing(packed, row, want)
     scales = [plane for plane in wrong if plane.is_scales]
-    one_for_all = [
-        plane for plane in scales if len(row) > 1 and (packed.raw(row, plane) == packed.raw(row, plane)[0]).all()
-    ]
+    if powers := next(filter(None, (_powers_of_two(packed, plane, row, want) for plane in scales)), ""):
+        return powers
+    one_for_all = [plane for plane in scales if _alike(packed.raw(row, plane)) and not _alike(packed.raw(want, plane))]
     if one_for_all:
         return "all its KV heads have the same scale: it was probably stored with one scale for all heads"
     if len(wrong) == len(scales):
@@ -38,6 +38,26 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, othe
     if not scales:
         return next((text for plane in wrong if (text := _numbers(packed, plane, row, want))), "")
     return ""
+
+
+def _alike(scales: torch.Tensor) -> bool:
+    """True if several KV heads have the same scales. ``scales`` [Hk, bytes]."""
+    return len(scales) > 1 and bool((scales == scales[0]).all())
+
+
+def _powers_of_two(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> str:
+    """Describe scales of which some are one power of two off, always to one side, and the others right."""
+    if plane.dtype != POWER_OF_TWO:
+        return ""
+    off = packed.raw(row, plane).int() - packed.raw(want, plane).int()
+    wrong = off[off != 0]
+    if len(wrong) == off.numel() or not bool((wrong == wrong[0]).all()) or abs(int(wrong[0])) != 1:
+        return ""
+    size, way = ("small", "to the nearest power of two, or down") if int(wrong[0]) < 0 else ("large", "too far")
+    return (
+        f"{len(wrong)} of its {off.numel()} scales are one power of two too {size}, and the others are right: the "
+        f"exact scale is probably rounded {way}, and has to be rounded up, so that the largest number of a tile fits"
+    )
 
 
 def differing(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> list[Plane]:

@@ -68,8 +68,12 @@ class AttendedKeys:
     """The head that was examined."""
     heads: tuple[int, ...] = ()
     """Heads of the row that attended to wrong KV tokens, if the others attended to the right ones."""
+    layer: int = 0
+    """The layer that was examined, by its place in the case."""
     window: int = -1
     """Window of the examined layer; tokens before it cannot be detected."""
+    widths_differ: bool = False
+    """True if rows of keys and of values of that layer, which are stored apart, differ in width."""
     shape: HeadShape | None = None
     """Head shape of that layer."""
     of_others: tuple[Miscount, ...] = ()
@@ -251,6 +255,7 @@ def _of_miscounts(comparison: Comparison, schedule: Schedule, found: Miscounts, 
         total=None,
         head=int(misrouted.nonzero()[0]),
         heads=() if misrouted.all() else tuple(misrouted.nonzero().flatten().tolist()),
+        layer=found.layer,
         window=make_layers(schedule.case)[found.layer].sliding_window_size,
         of_others=found.of_others,
     )
@@ -299,6 +304,8 @@ def _attended_at(
         length=length,
         head=head,
         heads=heads,
+        layer=index,
+        widths_differ=layer.head_dim != layer.v_head_dim and not schedule.case.heads.layout.values_in_keys,
         window=layer.sliding_window_size,
         shape=layer.head_shape,
         selected=schedule.case.selection is not None,

@@ -33,6 +33,10 @@ _CHANGES: dict[str, Callable[[Case], Case]] = {
     "cap": lambda case: case.with_changes(logit_cap=0.0),
     "sinks": lambda case: case.with_changes(sinks=False),
     "fp8": lambda case: case.with_changes(kv_dtype="same"),
+    "layout": lambda case: case.with_changes(kv_layout="nhd"),
+    "holes": lambda case: (
+        case.with_changes(selection=replace(case.selection, holes=False)) if case.selection is not None else case
+    ),
     "window": lambda case: case.with_changes(window=-1, layer_windows="any", non_causal_window="none"),
     "data": lambda case: case.with_changes(data="gauss"),
     "counts": lambda case: (
@@ -78,11 +82,15 @@ class ChangedCases:
     @cached_property
     def lasting(self) -> bool:
         """True if the case can be examined, and is also wrong with other values, slots and derived parameters."""
-        case, step = self._schedule.case, self._schedule.steps[0]
-        plain = case.instance_of is None and not case.multi_mode and not case.rounds and step.chunk_of is None
-        if not plain or not step.requests or max(step.lens) > _LONGEST or step.bs > _MOST_REQUESTS:
-            return False
-        return self._all_are(case, right=False)
+        case = self._schedule.case
+        plain = case.instance_of is None and not case.multi_mode and not case.rounds
+        return plain and self._small and self._all_are(case, right=False)
+
+    @property
+    def _small(self) -> bool:
+        """True if the first step of the case has requests, and so few that a run of the oracle is quick."""
+        step = self._schedule.steps[0]
+        return bool(step.requests) and max(step.lens) <= _LONGEST and step.bs <= _MOST_REQUESTS
 
     def right_without(self, feature: str) -> bool:
         """True if the case has a feature (one of ``FEATURES``), is wrong with it, and right without it."""
@@ -92,6 +100,15 @@ class ChangedCases:
         except ValueError:
             return False  # such a case does not exist
         return without != case and self.lasting and self._all_are(without, right=True)
+
+    def wrong_without(self, feature: str) -> bool:
+        """True if the case has a feature (one of ``FEATURES``), and is wrong without it, too: the feature is not the
+        cause."""
+        try:
+            without = FEATURES[feature](self._schedule.case)
+        except ValueError:
+            return False  # such a case does not exist
+        return without != self._schedule.case and self._small and self._right(without) is False
 
     def right_with_data(self, data: str) -> bool | None:
         """True if each draw of the case is right with data of this pattern, False if one is wrong; None if unknown."""

@@ -51,6 +51,19 @@ _WITHOUT: tuple[tuple[Callable[[Case], Case], Callable[[Case], str]], ...] = (
 """Pairs of a feature to remove, and the hint if nothing is raised without it."""
 
 
+OVERTAKEN = (
+    "the plan of the next step overwrites memory that a step in the queue still reads: if the host waits for the "
+    "device before that plan, the step passes. Probably one pinned buffer serves every plan: alternate two, and "
+    "before one is filled again, wait for an event recorded after the last copy from it"
+)
+"""Reason if the only change is a wait of the host before each plan that would overtake a step."""
+
+
+def plans_overtake(schedule: Schedule) -> bool:
+    """True if steps of the case are planned while the device may not have begun the step before."""
+    return "overlap_scheduling" in schedule.case.variants
+
+
 def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) -> str:
     """Find a hint: one change with which nothing is raised; else nothing. ``in_graph``: the exception was raised in a
     graph run. If the first eager step raises too, that step is examined.
@@ -59,8 +72,12 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
     if case.rounds or case.instance_of is not None:
         return ""
     if rerunner.runs_eagerly(schedule) and _eager_raises(rerunner, schedule):
+        if plans_overtake(schedule) and rerunner.eager(schedule, schedule.steps[0], wait_before_plans=True):
+            return OVERTAKEN
         return _without(_eager_raises, rerunner, schedule)
     if in_graph and _graph_raises(rerunner, schedule):
+        if plans_overtake(schedule) and rerunner.graph(schedule, wait_before_plans=True):
+            return OVERTAKEN
         if case.multi_mode:
             return ""
         return _without(_graph_raises, rerunner, schedule) or _of_padding(rerunner, schedule)

@@ -63,6 +63,7 @@ class Rerunner:
         pools_anywhere: bool = False,
         nothing_behind: bool = False,
         uncut: bool = False,
+        wait_before_plans: bool = False,
         fill: int = POISON,
     ) -> Observation | None:
         """Run one eager step; None if it raised, or if the mode does not run eagerly."""
@@ -75,6 +76,7 @@ class Rerunner:
             pools_anywhere=pools_anywhere,
             nothing_behind=nothing_behind,
             uncut=uncut,
+            wait_before_plans=wait_before_plans,
         )
         request = Rerun(schedule, step, options, unowned, fill)
         answer = self._ask(request, lambda _: step)
@@ -97,6 +99,7 @@ class Rerunner:
         programs_in_order: bool = False,
         nothing_behind: bool = False,
         uncut: bool = False,
+        wait_before_plans: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
         """Run all graphs, replays only; None if it raised."""
@@ -114,6 +117,7 @@ class Rerunner:
             programs_in_order=programs_in_order,
             nothing_behind=nothing_behind,
             uncut=uncut,
+            wait_before_plans=wait_before_plans,
             eager_steps=False,
         )
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)

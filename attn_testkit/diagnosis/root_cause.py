@@ -4,6 +4,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 
 * does the NaN go away if the memory ends with the last row? then a tile is not cleared there
 * does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
+* is it right if the host waits before it plans the next step?    then that plan overwrites what a queued step reads
 * is the same step right in eager mode?                           then the graph is wrong
 * is it right when memory allocated in a capture is not poisoned?  ``captures-cleanly``
 * is it right when its tensors are restored before each replay?  then a counter is not reset: the hint names it
@@ -44,6 +45,7 @@ from .figures import error_map, key_map
 from .hints import Evidence
 from .lone_step import least_bucket, lone_step
 from .questions import Asked, ask
+from .raised import OVERTAKEN, plans_overtake
 from .rerun import CLEAR, OTHER_FILL, Rerunner, TimeUp
 
 
@@ -89,11 +91,8 @@ def explain_numeric(
     attended = asked.evidence.attended
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
-    most = (
-        1
-        if check in _SHOWN or why in (_NO_OTHER_MODE, _AS_ONE_BATCH, OVERFLOWS) or why.startswith(_NOT_RESET)
-        else _MOST_HINTS
-    )
+    shown = check in _SHOWN or why in (_NO_OTHER_MODE, _AS_ONE_BATCH, OVERFLOWS, OVERTAKEN) or why.startswith(_NOT_RESET)
+    most = 1 if shown else _MOST_HINTS
     if why in (_finite_with_zeros(schedule), _finite_with_zeros(schedule, _UNOWNED)):
         # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]
@@ -258,6 +257,10 @@ def _blame_eager(
     fresh instance."""
     if observed.ran_before and right:
         return _AMONG[observed.ran_before]
+    if plans_overtake(schedule) and _right(
+        _evaluated(schedule, rerunner.eager(schedule, observed.step, wait_before_plans=True))
+    ):
+        return finding.check, OVERTAKEN
     if finding.check == "finite" and not why:
         return _blame_nan(rerunner, schedule, observed.step)
     return finding.check, why
@@ -407,6 +410,10 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
             "the step is right when no other mode and no eager step uses the instance, and no co-resident instance "
             "runs",
         )
+    if plans_overtake(schedule):
+        waited = rerunner.graph(schedule, wait_before_plans=True)
+        if waited is not None and _right(_evaluated(schedule, waited.replay_of(step))):
+            return _NOTHING_ELSE, OVERTAKEN
     calm = rerunner.graph(schedule, poison_allocated=False)
     if calm is not None and calm.allocated_in_capture and _right(_evaluated(schedule, calm.replay_of(step))):
         first = calm.allocated_in_capture[0]

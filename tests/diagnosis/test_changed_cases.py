@@ -61,6 +61,16 @@ def test_a_feature_is_named_where_every_draw_is_wrong_with_it_and_right_without(
     assert not any(asked.right_without(name) for name in ("sinks", "window", "fp8", "data", "layers", "far", "counts"))
 
 
+def test_a_feature_without_which_the_case_is_wrong_too_is_not_the_cause() -> None:
+    layout = CASE.replace("-w4", "-kvhnd-w4")
+    assert asked_of(lambda case: True, layout).wrong_without("layout")
+    assert not asked_of(lambda case: case.kv_layout == "hnd", layout).wrong_without("layout")
+    assert not asked_of(lambda case: case.kv_layout == "hnd" or None, layout).wrong_without("layout"), "it raises"
+    assert not asked_of(lambda case: True).wrong_without("layout"), "the case has the default layout"
+    long = "decode-mha1-d32-fp32-p16-k8192-shuffled-gauss-kvhnd-b1prod"
+    assert not asked_of(lambda case: True, long).wrong_without("layout"), "an answer takes too long"
+
+
 def test_a_pool_beyond_32_bits_is_named_where_a_small_one_is_right() -> None:
     big = "decode-gqa2x2-d32-fp32-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
     assert asked_of(lambda case: "bigpool" in case.variants, big).right_without("big pool")

@@ -398,3 +398,10 @@ def test_a_number_that_is_wrong_since_kv_memory_is_says_so_and_nothing_else(slug
     *_, last = (line for line in number.hint.splitlines() if not line.startswith("with zeros instead of NaN"))
     assert last.endswith(f"fix writes-own-kv first: {tokens} not match what was stored")
     assert not any(word in number.hint for word in ("look at", "missing", "uniform stride"))
+
+
+def test_a_plan_that_overwrites_what_the_queued_step_reads_is_named() -> None:
+    case = "decode-gqa2x2-d64-bf16-p16-k9.70.1.33-shuffled-gauss-b5prod-overlap_scheduling"
+    found = findings("staging-buffer-filled-again", case, "graph")[0]
+    assert found.check == "completes"
+    assert found.hint.startswith("the plan of the next step overwrites memory that a step in the queue still reads")

@@ -17,6 +17,7 @@ from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import ForwardMode
 from attn_testkit.diagnosis import questions, root_cause
 from attn_testkit.diagnosis.lone_step import least_bucket
+from attn_testkit.diagnosis.raised import OVERTAKEN
 from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.diagnosis.root_cause import explain_numeric
 from attn_testkit.environment import Environment
@@ -26,6 +27,7 @@ from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
 PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)
+_FOLLOWS = "replay-follows-batch"
 NAN = replace(PADDED, padding="nan")
 FULL = next(step for step in SCHEDULE.steps if step.bucket == step.bs)
 
@@ -48,7 +50,7 @@ def seen(
 
 
 class Asked:
-    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured,
+    """Answers by name: eager, waits, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured,
     in order, one layer, one layer restored."""
 
     grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
@@ -64,13 +66,20 @@ class Asked:
         return True
 
     def eager(
-        self, schedule: Schedule, step: Step, *, unowned: Any = None, pattern: Any = None, fill: int = POISON
+        self,
+        schedule: Schedule,
+        step: Step,
+        *,
+        unowned: Any = None,
+        pattern: Any = None,
+        wait_before_plans: bool = False,
+        fill: int = POISON,
     ) -> Any:
         assert schedule is SCHEDULE
         if not self.runs_eagerly(schedule):
             return None
         name = "fill" if fill == OTHER_FILL else "zeros" if unowned == 0.0 else "eager"
-        name = "clear" if fill == CLEAR else name
+        name = "clear" if fill == CLEAR else "waits" if wait_before_plans else name
         if name == "eager" and self.step.stored and not step.stored:
             name = "stored"
         return self._answer(name, lambda value: seen(self.step, value))
@@ -83,6 +92,7 @@ class Asked:
         copy_into_replaced: bool = False,
         step_at_capture: bool = False,
         programs_in_order: bool = False,
+        wait_before_plans: bool = False,
         fill: int = POISON,
         unowned: Any = None,
         restore_state: bool = False,
@@ -107,6 +117,8 @@ class Asked:
             name = "captured"
         if programs_in_order:
             name = "in order"
+        if wait_before_plans:
+            name = "waits"
         if fill == OTHER_FILL:
             name = "fill"
         if unowned == 0.0:
@@ -372,6 +384,22 @@ def test_layers_share_a_counter_if_with_one_layer_replays_are_right_once_it_is_r
     for plain, restored in (("right", "right"), (None, "right"), ("wrong", None), ("wrong", "wrong")):
         found, _ = explained(replay=True, eager="right", **{"one layer": plain, "one layer restored": restored})
         assert said not in found.hint
+
+
+@pytest.mark.parametrize(("replay", "eager", "found"), [(False, "wrong", "finite"), (True, "right", _FOLLOWS)])
+def test_a_step_that_is_right_if_the_host_waits_before_the_next_plan_was_overtaken(
+    replay: bool, eager: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU such a replay was once said not to reset a counter: restoring tensors waits for the device, too."""
+    restored = {"one layer restored": "right", "zeros": "right"}
+    asked = {"check": "finite", "value": "nan", "replay": replay, "eager": eager, **restored}
+    assert "waits" not in explained(**asked, waits="right")[1], "no plan is made ahead in this case"
+    monkeypatch.setattr(root_cause, "plans_overtake", lambda schedule: True)
+    finding, questions = explained(**asked, waits="right")
+    assert (finding.check, finding.hint) == (found, OVERTAKEN)
+    assert not {"calm", "zeros", "one layer restored"} & set(questions)
+    for answer in ("wrong", "nan", None):
+        assert OVERTAKEN not in explained(**asked, waits=answer)[0].hint
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "computes_nan": False,
         "can_be_asked": False,
         "wrong_shapes": [HeadShape(4, 2, 32)],
+        "changed": None,
         "comparison": Of(unwritten=torch.zeros(1, step.tokens, 4, 32, dtype=torch.bool)),
     }
     return Of(**{**values, **fields})
@@ -634,6 +635,7 @@ def attended(used: Any, wanted: Any, **fields: Any) -> Any:
         "used": used,
         "wanted": wanted,
         "doubled": frozenset(),
+        "widths_differ": False,
         "elsewhere": {},
         "heads": (),
         "length": len(wanted),

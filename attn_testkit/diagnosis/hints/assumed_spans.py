@@ -9,6 +9,8 @@ from dataclasses import replace
 import torch
 
 from ...cases.spans import Span
+from ...checks import Comparison
+from ...families.expected import expect
 from ...steps.data import StepData, make_layers
 from .evidence import LONGEST, Evidence, Supposed
 from .hint import Level, assumption
@@ -35,6 +37,18 @@ def _with_ranges(e: Evidence, ranges: Ranges) -> StepData:
     return replace(data, visible=visible & _held(e))
 
 
+def _from_the_first_key(e: Evidence, ranges: Ranges) -> StepData:
+    """Data in which a row of a span sees the first keys of the request, as many as the span has, and earlier keys."""
+    data = e.expected.data
+    at, key = data.query_positions[:, :, None], data.key_positions[:, None]
+    visible = key <= at
+    for request, spans in enumerate(ranges):
+        for first, last in spans:
+            row = (first <= at[request]) & (at[request] <= last)
+            visible[request] |= row & (key[request] <= last - first)
+    return replace(data, visible=visible & _held(e))
+
+
 def _held(e: Evidence) -> torch.Tensor:
     """[B, 1, S] bool: keys that a request has."""
     return torch.arange(e.expected.data.visible.shape[-1]) < torch.tensor(e.lens)[:, None, None]
@@ -52,6 +66,39 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 @assumption(_has_spans, silences=(Level.PLACE, "window_of_another_layer"))
 def other_spans(e: Evidence) -> Iterator[Supposed]:
     """Suppose no spans, the spans of another request, with another end or place, joined, or only the first."""
+    # Spans of a step may be so alike that several mistakes give its numbers: steps that passed contradict some.
+    fitting = {each.text: each for each in _misplaced(e) if e.right_for(each)}
+    for other in _other_steps(e) if len(fitting) > 1 else ():
+        made = {each.text: each for each in _misplaced(other)}
+        fitting = {text: each for text, each in fitting.items() if text not in made or other.right_for(made[text])}
+    if len(fitting) == 1:
+        yield from fitting.values()
+    elif fitting:
+        causes = dict.fromkeys(text.partition(": the result")[0].partition(". The result")[0] for text in fitting)
+        text = f"one of these mistakes, which give the same numbers here: {'; or '.join(causes)}"
+        yield replace(next(iter(fitting.values())), text=text)
+    yield from _ended_by_tiles(e)
+    path = "where the graph is captured, whose batch has none" if e.in_graph else "on this path through it"
+    yield Supposed(
+        "rows of a span do not see its later rows: the spans of batch.mm_prefix_range do not reach the kernel, or not "
+        f"{path}. The result is right if every row is causal",
+        _with_ranges(e, [[] for _ in e.step.requests]),
+    )
+
+
+def _other_steps(e: Evidence) -> list[Evidence]:
+    """Evidence about steps that were right and ran as this one did."""
+    alike = (seen for seen in e.passed if seen.replay == e.observed.replay and seen.schedule is e.schedule)
+    found = (replace(e, comparison=Comparison(seen, expect(seen.schedule, seen.step))) for seen in alike)
+    return [each for each in found if any(request.spans for request in each.step.requests)][:_MOST_STEPS]
+
+
+_MOST_STEPS = 4
+"""Most steps that passed for which mistakes are tried, too."""
+
+
+def _misplaced(e: Evidence) -> Iterator[Supposed]:
+    """Spans of another request, with another end or place, joined, or only the first."""
     own = [list(request.spans) for request in e.step.requests]
     prefixes = [request.prefix for request in e.step.requests]
 
@@ -94,12 +141,12 @@ def other_spans(e: Evidence) -> Iterator[Supposed]:
     ):
         if [list(spans) for spans in ranges] != own:
             yield Supposed(text, _with_ranges(e, ranges), every_row=True)
-    yield from _ended_by_tiles(e)
-    path = "where the graph is captured, whose batch has none" if e.in_graph else "on this path through it"
     yield Supposed(
-        "rows of a span do not see its later rows: the spans of batch.mm_prefix_range do not reach the kernel, or not "
-        f"{path}. The result is right if every row is causal",
-        _with_ranges(e, [[] for _ in own]),
+        "keys of a span are counted from the request's first token, and not from the span's first position (such as a "
+        "page table that is not moved there): the result is right if rows of a span see as many keys of the request's "
+        "beginning as the span has",
+        _from_the_first_key(e, own),
+        every_row=True,
     )
 
 

@@ -158,10 +158,13 @@ def pool_layout(e: Evidence) -> str:
     # A wrong offset or stride loses KV tokens. A token that counts twice, or should not be visible, was found.
     if attended.wanted <= attended.used and not attended.elsewhere:
         return ""
-    return (
-        f"the KV pool of this case has layout {layout}, which is probably misread if cases of other layouts pass: look "
-        "at the offset of the layer, at the strides of pages, slots and heads, and at which half is K"
-    )
+    if e.changed is not None and e.changed.wrong_without("layout"):
+        return ""
+    look = "look at the offset of the layer, at the strides of pages, slots and heads, and at which half is K"
+    if e.changed is not None and e.changed.right_without("layout"):
+        return f"layout {layout} of the KV pool is misread, since the case passes with layout nhd: {look}"
+    text = f"the KV pool of this case has layout {layout}"
+    return f"{text}, which is probably misread if cases of other layouts pass: {look}"
 
 
 @hint(Level.PLACE)
@@ -180,9 +183,16 @@ def elsewhere(e: Evidence) -> str:
     if place == "tail" and attended.used & attended.wanted:
         return "slots after the last KV token are read: probably the last page counts as full, or a length is too large"
     if not attended.used & attended.wanted and attended.elsewhere.get("page0", 0.0) < _ALL_OF_IT:
+        if _as_packed(e, attended):
+            return (
+                "the pool is read from its first slot on, as if the KV tokens of all requests were packed one after "
+                "another: the weights fit the owners of those slots. Probably the page table or the slots do not reach "
+                "the kernel"
+            )
+        other = ", or strides of K and V, whose rows differ in width" if attended.widths_differ else ""
         return (
             "none of its own KV tokens is read: probably a wrong page or slot, the request row, the table's stride, "
-            "or the offset of its query rows"
+            f"or the offset of its query rows{other}"
         )
     if attended.wanted <= attended.used and place != "page0":
         return f"all of its own KV tokens are read, and slots after them: probably a length that is too large{whole}"
@@ -193,6 +203,30 @@ def elsewhere(e: Evidence) -> str:
         f"filled, {_ids_taken_for_slots(e, attended)}or an id of 0",
         "unowned": "unowned slots are read: probably a wrong page or slot, or a stale tail of the page table",
     }[place]
+
+
+def _as_packed(e: Evidence, attended: AttendedKeys) -> bool:
+    """True if the weights fit the owners of the slots that the row's KV tokens would have if all requests were packed
+    from slot 0 on, and those slots have several owners."""
+    start, page = sum(e.lens[: attended.request]), e.schedule.case.page_size
+    others = {int(slot) for request in e.step.requests for slot in request.slots}
+    own = set(e.step.requests[attended.request].slots.tolist())
+    slots = [start + key for key in attended.wanted]
+    if not slots or attended.not_asked or own.intersection(slots):
+        return False
+    shares = {
+        "page0": sum(slot < page for slot in slots) / len(slots),
+        "others": sum(slot in others for slot in slots) / len(slots),
+    }
+    shares["rest"] = 1 - sum(shares.values())
+    found = {name: attended.elsewhere.get(name, 0.0) for name in ("page0", "others")}
+    found["rest"] = sum(attended.elsewhere.values()) - sum(found.values())
+    several = sum(share > _ROUNDED for share in shares.values()) > 1
+    return several and all(abs(share - found[name]) <= _ROUNDED for name, share in shares.items())
+
+
+_ROUNDED = 0.04
+"""Difference of two parts of a weight that rounding may cause."""
 
 
 def _ids_taken_for_slots(e: Evidence, attended: AttendedKeys) -> str:

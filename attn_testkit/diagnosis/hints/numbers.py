@@ -60,6 +60,8 @@ def right_keys(e: Evidence) -> str:
             what = "not finite where values" if e.step.data in LARGE_VALUES else "a NaN where logits"
             return f"{what} are large: look at {large}" if large else ""
     if not attended.normalised:
+        if scale := scale_of_values(e, attended):
+            return scale
         if more := _counted_besides(attended):
             return (
                 f"weights of the right KV tokens sum to {attended.total:.3g}, as if there were {more} more of logit "
@@ -112,6 +114,27 @@ def right_keys(e: Evidence) -> str:
         "the KV tokens are right, but softmax weights or values are wrong: look at "
         f"{', '.join(dict.fromkeys(suspects))}"
     )
+
+
+def scale_of_values(e: Evidence, attended: AttendedKeys) -> str:
+    """Text if the weights of the right KV tokens sum to a scale of V, or to its reciprocal."""
+    scale, total = make_layers(e.schedule.case)[attended.layer].v_scale, attended.total
+    if scale == 1 or not total:
+        return ""
+    for value, name, why in (
+        (scale, "v_scale", "applied twice, or applied to values that the KV pool holds unscaled"),
+        (1 / scale, "1 / v_scale", "not applied, or divided by"),
+    ):
+        if abs(total / value - 1) < _NEAR:
+            return (
+                f"v_scale is probably {why}: weights of the right KV tokens sum to {total:.3g}, which is {name} of the "
+                "layer"
+            )
+    return ""
+
+
+_NEAR = 0.03
+"""Part by which rounding may change a sum of weights."""
 
 
 def is_noise(e: Evidence) -> bool:
@@ -235,11 +258,17 @@ def computed_nan(e: Evidence) -> str:
         return ""
     if e.attended is not None and e.attended.right and e.step.data in _LARGE_LOGITS:
         return ""
+    case = e.schedule.case
+    if case.kv_dtype != "same" and e.changed is not None and e.changed.right_without("fp8"):
+        return (
+            f"the NaN comes from how rows of this KV pool ({case.kv_dtype}) are read: the case passes with a pool of "
+            "the model's dtype. Look at where numbers and scales lie in a row, and at scales of 0"
+        )
     text = (
         "the NaN is computed, not read from foreign memory. Probably 0 / 0, or -inf minus -inf: a split, a tile or a "
         "row that sees no KV token"
     )
-    if e.schedule.case.kv_splits:
+    if case.kv_splits:
         return f"{text}, or a KV split: in this case some requests have no KV token in one of the splits"
     widest = max(layer.sliding_window_size for layer in make_layers(e.schedule.case))
     if widest >= 0 and e.wrong and all(e.lens[request] > widest + 1 for request in e.wrong):

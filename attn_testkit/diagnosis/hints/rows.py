@@ -161,8 +161,10 @@ def _uneven_in_eager(e: Evidence) -> str:
         to_itself = _place_under(stride, e, attended)[0] == attended.request
         unshared = bool(attended.used & attended.wanted) and e.schedule.case.layout != "shared"
         # The stride would make the row read the tokens of one request, and the row read those of another one.
-        if misrouted if to_itself else unshared:
+        if "others" in attended.elsewhere if to_itself else unshared:
             return ""
+    if e.changed is not None and e.changed.wrong_without("counts"):
+        return ""  # with as many rows in every request a uniform stride is right
     if counted_as_widest(e) == stride:
         return (
             f"the causal bound, or the number of new rows, is that of {stride} rows for every request: "

@@ -10,6 +10,7 @@ from ...steps.schedule import Request
 from ..attended_keys import AttendedKeys, ranges
 from .evidence import Evidence
 from .hint import Level, hint
+from .numbers import scale_of_values
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,31 @@ def _row(e: Evidence) -> _Row:
 def _other_keys(e: Evidence) -> bool:
     """True if the row that was examined attended to other KV tokens than the selected ones."""
     return e.attended is not None and not e.attended.right and bool(e.attended.wanted)
+
+
+@hint(Level.GUESS, when=lambda e: not e.comparison.all_finite and not e.reads_foreign, family="sparse")
+def holes_give_nan(e: Evidence) -> str:
+    """Results are not finite because of entries of -1 between others, or before all others."""
+    selection = e.schedule.case.selection
+    if selection is None or e.changed is None or not e.changed.right_without("holes"):
+        return ""
+    what = "blocks" if selection.block > 1 else "keys"
+    return (
+        f"entries of -1 between the selected {what} give NaN: the case passes without them. If the first ones are -1, "
+        "a running maximum is still minus infinity, and minus infinity less minus infinity is NaN"
+    )
+
+
+@hint(Level.GUESS, family="sparse")
+def values_by_a_factor(e: Evidence) -> str:
+    """The selected KV tokens are right, and their weights do not sum to 1."""
+    a = e.attended
+    if a is None or not a.right or a.normalised or e.schedule.case.kv_dtype == "same":
+        return ""
+    return scale_of_values(e, a) or (
+        f"the selected KV tokens are right, and their weights sum to {a.total:.3g} instead of 1: probably scales of "
+        f"rows ({e.schedule.case.kv_dtype}) are not applied, are those of other rows, or are read elsewhere"
+    )
 
 
 @hint(Level.PLACE, when=_other_keys, family="sparse")

@@ -83,7 +83,10 @@ def nothing_computed(e: Evidence) -> str:
     zero = (e.comparison.out == 0).flatten(2).all(-1)
     if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e) or _computed_with_nan(e):
         return ""
-    if widths := with_a_window_alone(e):
+    if in_spans := _rows_of_spans(e):
+        return in_spans
+    widths = with_a_window_alone(e)
+    if widths and not (e.changed is not None and e.changed.wrong_without("window")):
         return (
             "the sliding window probably covers no KV token of the request, as with positions, a length or a prefix "
             f"of another request: only the layers with a sliding window ({widths}) are wrong, and all zeros"
@@ -147,6 +150,29 @@ def nothing_computed(e: Evidence) -> str:
         "small, an early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a "
         "kernel begins"
     )
+
+
+def _rows_of_spans(e: Evidence) -> str:
+    """Text if the wrong rows of zeros are those of spans, in every wrong layer, and no other row is wrong."""
+    layers = make_layers(e.schedule.case)
+    if not any(request.spans for request in e.step.requests):
+        return ""
+    if e.wrong_layers != [layer.bidirectional_spans for layer in layers] and not all(e.wrong_layers):
+        return ""
+    data = e.expected.data
+    begun, whole = set[int](), set[int]()
+    for row, (request, place) in enumerate(zip(data.row_request.tolist(), data.row_offset.tolist(), strict=True)):
+        own, at = e.step.requests[request], int(data.query_positions[request, place])
+        for first, last in own.spans:
+            if first < last and first <= at <= last:
+                (begun if first < own.prefix else whole).add(row)
+    wrong = set(e.rows)
+    if wrong and wrong == begun:
+        return (
+            "rows of a span that begins in the prefix were never computed (they are all zeros, and exactly these are): "
+            "cut a span to the rows of the step, since its first position may be before them"
+        )
+    return "rows of spans were never computed: exactly these are all zeros" if wrong and wrong == begun | whole else ""
 
 
 def _or_nan(e: Evidence) -> str:

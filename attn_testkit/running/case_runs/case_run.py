@@ -445,6 +445,7 @@ def rerun(
             harness.deliver, harness.copies_pool = drive.deliver, False
             if isinstance(harness.backend, TwoBatches):
                 harness.backend.uncut = request.options.uncut
+            harness.waits_before_plans = request.options.wait_before_plans
             if request.options.nothing_behind:
                 harness.model.rows_behind = 0
             if request.step is not None:

@@ -424,21 +424,35 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
     """One finding per check; wrong numbers are listed under the check that they really fail. With hints about the cause
     if the plan asks for them."""
     explained: list[Finding] = []
-    diagnosed = False
+    numeric: Finding | None = None
     for check, finding in _first_of_each_check(outcome.findings).items():
         steps = outcome.failed.get(check, [])
-        if check in NUMERIC and steps and not diagnosed:
-            diagnosed = True
+        if check in NUMERIC and steps and numeric is None:
             observed = steps[0]
             asked = (rerunner, finding, observed.schedule, observed)
-            finding = explain_numeric(*asked, outcome.passed) if cause else name_check(*asked)
-            if explained and explained[0].check == "log-sum-exp" and not explained[0].hint:
-                # The cause of the wrong output is the cause of its wrong log-sum-exps, too.
-                explained[0] = replace(explained[0], attended=finding.attended, hint=finding.hint, keys=finding.keys)
-        elif check in NUMERIC and diagnosed:
+            finding = numeric = explain_numeric(*asked, outcome.passed) if cause else name_check(*asked)
+        elif check in NUMERIC and numeric is not None:
             continue
         explained.append(_with_other_steps(finding, [seen.label for seen in steps]))
-    return explained
+    # The cause of a wrong output is the cause of its wrong log-sum-exps, too.
+    return [_as_output(each, numeric) if numeric and each.check == "log-sum-exp" else each for each in explained]
+
+
+def _as_output(finding: Finding, output: Finding) -> Finding:
+    """A finding about log-sum-exps with the hint about the output, if that says more."""
+    if not _says_more(output.hint, finding.hint):
+        return finding
+    return replace(finding, attended=output.attended, hint=output.hint, keys=output.keys)
+
+
+def _says_more(of_output: str, of_sums: str) -> bool:
+    """True if the hint about a wrong output is to replace that about its log-sum-exps: this one is missing or a guess,
+    and that one is not a guess."""
+    return not of_sums or (GUESS in of_sums and bool(of_output) and GUESS not in of_output.splitlines()[0])
+
+
+GUESS = "robably "
+"""Word of a hint that is a guess."""
 
 
 def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, declared: Capabilities) -> Finding:

@@ -67,6 +67,8 @@ class CorpusEntry:
     """The case that catches a field bug; for a fault, cases of a tier are tried until one does."""
     case_of_tier: str = ""
     """The case of smoke or core that catches a field bug: ``case``, or a longer one."""
+    in_set: int = 0
+    """The set of docs/evidence/validation.md in which a field bug was found; 0: none."""
     healthy: type[AttentionBackend] | None = None
     """The backend of a control, or the parent of a field bug with the bug's capabilities: it must pass."""
 
@@ -154,12 +156,14 @@ def _each(words: str | Iterable[str]) -> Iterable[str]:
 
 
 def bug(
-    source: str, case: str, check: str = "matches-oracle", execution: str = "eager", of_a_tier: str = ""
+    in_set: int, source: str, case: str, check: str = "matches-oracle", execution: str = "eager", of_a_tier: str = ""
 ) -> Callable[[B], B]:
     """Register the decorated backend class as a field bug: ``case`` fails on it by ``check``.
 
-    ``source``: public threads that report it. ``of_a_tier``: the case of core that fails too, if ``case`` is a shorter
-    one of no tier. The parent with the same capabilities is kept next to the class, as ``<name>WithoutBug``.
+    ``in_set``: number of the set of docs/evidence/validation.md to which it was counted, 0 for none. ``source``: public
+    threads that report it. ``of_a_tier``: the case of core that fails too, if ``case`` is a shorter one of no tier. A
+    class has one decorator for each set that found it. The parent with the same capabilities is kept next to the
+    class, as ``<name>WithoutBug``.
     """
 
     def register(backend: B) -> B:
@@ -167,10 +171,12 @@ def bug(
         name = f"{backend.__qualname__}WithoutBug"
         healthy = type(name, (parent,), {"capabilities": backend.capabilities, "__module__": backend.__module__})
         setattr(sys.modules[backend.__module__], name, healthy)
+        slug = slug_of(f"Field{backend.__qualname__}")
+        again = slug in _CORPUS and _CORPUS[slug].backend is backend
         entry = CorpusEntry(
-            "field bug", slug_of(f"Field{backend.__qualname__}"), backend, source,
+            "field bug", slug + f"-of-set-{in_set}" * again, backend, source,
             (parse_case(case).mode,), (Execution(execution),), (check,),
-            case=case, case_of_tier=of_a_tier or case, healthy=healthy,
+            case=case, case_of_tier=of_a_tier or case, in_set=in_set, healthy=healthy,
         )  # fmt: skip
         return _added(backend, entry)
 

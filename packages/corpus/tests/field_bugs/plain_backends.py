@@ -23,7 +23,16 @@ from attn_testkit.contract import (
 
 LOWEST = -1e30
 """In place of minus infinity, where a difference of two of them would be NaN."""
+
 SMALLEST = 1e-38
+
+FP8 = {"same", "fp8_e4m3"}
+
+SPEC = ("decode", "target-verify", "draft-extend-v2")
+
+ONLY_FP8 = {"fp8_e4m3"}
+
+DRAFT_EXTENDS = ("draft-extend", "draft-extend-v2")
 
 
 def declared(*modes: str, **more: Any) -> Capabilities:
@@ -299,3 +308,12 @@ class Planned(AttentionBackend):
         scores = torch.einsum("thd,tshd->ths", q.float(), keys) * layer.scaling
         p = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
         return torch.einsum("ths,tshd->thd", p, values.masked_fill(~seen[:, :, None, None], 0.0)).to(q.dtype)
+
+
+def wide_capabilities(*modes: str, **more: Any) -> Capabilities:
+    """Two families, groups and head dims: cases of several shapes are tried."""
+    few = {
+        "heads": {"families": {"mha", "gqa"}, "gqa_ratios": {2, 4}, "head_dims": {64, 128}},
+        "kv_pool": {"page_sizes": {1, 16}},
+    }
+    return declared(*modes).with_changes(**few).with_changes(**more)
