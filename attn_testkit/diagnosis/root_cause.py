@@ -91,7 +91,8 @@ def explain_numeric(
     attended = asked.evidence.attended
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
-    shown = check in _SHOWN or why in (_NO_OTHER_MODE, _AS_ONE_BATCH, OVERFLOWS, OVERTAKEN) or why.startswith(_NOT_RESET)
+    causes = (_NO_OTHER_MODE, _AS_ONE_BATCH, OVERFLOWS, OVERTAKEN)
+    shown = check in _SHOWN or why in causes or why.startswith(_NOT_RESET)
     most = 1 if shown else _MOST_HINTS
     if why in (_finite_with_zeros(schedule), _finite_with_zeros(schedule, _UNOWNED)):
         # This hint repeats the check. The others say where that slot was read.
