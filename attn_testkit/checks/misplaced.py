@@ -62,7 +62,8 @@ def held_instead(
         if text := _other_order(observed, got[layer, part], want[layer, part], owner, part):
             return text
         planes = _only_some_planes(observed, got, want, owner, at)
-        if planes and not _packed(observed):
+        # A store that puts rows elsewhere leaves their own slots wrong, too.
+        if planes and not _packed(observed) and not got[layer, part, new].equal(want[layer, part, new]):
             return f"{planes}: probably slots, strides, or the order of heads and tokens in one of the two stores"
         return "" if layout == "nhd" else f"the KV pool of this case has layout {layout}: use all of its strides"
     if bool((row == got[layer, part][owner == UNOWNED][:1]).all()):

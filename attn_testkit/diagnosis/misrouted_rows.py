@@ -140,7 +140,7 @@ def _holds_one_own_value(
     one, count = slice(own, own + 1), len(tried)
     supposed: StepData = replace(
         data,
-        q=data.q[:, row : row + 1].expand(-1, count, -1, -1),
+        **_row_repeated(data, row, count),
         stored_keys=data.stored_keys[:, one],
         stored_values=None if data.stored_values is None else data.stored_values[:, one],
         visible=(torch.arange(data.visible.shape[-1]) == tried[:, None])[None],
@@ -191,7 +191,7 @@ def _keys_of(
     positions[b, at] = end - 1
     supposed: StepData = replace(
         data,
-        q=data.q[:, row : row + 1].expand(-1, len(asked), -1, -1),
+        **_row_repeated(data, row, len(asked)),
         row_request=b,
         row_offset=at,
         visible=visible,
@@ -234,6 +234,16 @@ def _query_of(
     if not like.any() or (row < asked and like[row]):
         return []
     return [MisroutedRow(*_place(data, row), *_place(data, int(like.nonzero()[0])), queried=True)]
+
+
+def _row_repeated(data: StepData, row: int, count: int) -> dict[str, torch.Tensor | None]:
+    """Tensors of ``data`` with ``count`` rows that are all this one, of those that attention reads."""
+    bias = data.qq_bias
+    return {
+        "q": data.q[:, row : row + 1].expand(-1, count, -1, -1),
+        "row_key": data.row_key[row].expand(count),
+        "qq_bias": None if bias is None else bias[:, row : row + 1].expand(-1, count, -1),
+    }
 
 
 def _place(data: StepData, row: int) -> tuple[int, int]:

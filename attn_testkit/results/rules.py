@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         "AB-RUN-010",
         "MAY",
         "A step is cut into two batches, each with a plan made before the first layer; their layers run in turn.",
-        ("matches-oracle", "reads-own-kv", "writes-own-kv"),
+        ("completes", "matches-oracle", "reads-own-kv"),
         ("two_batch_overlap",),
         ("vLLM #48659", "vLLM #50945"),
         "The server makes an instance for each batch, and cuts no batch of a draft model.",

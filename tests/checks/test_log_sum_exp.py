@@ -11,6 +11,7 @@ from by_hand import schedule_of
 
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.log_sum_exp import log_sum_exp
+from attn_testkit.checks.lse_hint import POISON
 from attn_testkit.checks.lse_patterns import LseEvidence
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import LogSumExp
@@ -102,7 +103,14 @@ def test_what_is_not_finite_is_wrong_where_there_is_a_key(value: float) -> None:
     lse[0, 0, NEW, 0] = value
     (finding,) = evaluated(PREFIX, lse)
     assert finding.headline.endswith(f"is {value:.4g}")
-    assert ("-inf minus -inf" in finding.hint) is math.isnan(value)
+    assert "-inf minus -inf" not in finding.hint, "each row sees keys, and nothing is merged"
+
+
+def test_a_value_that_was_never_written_is_named() -> None:
+    lse = sums(PREFIX)
+    lse.view(torch.uint8)[0, 0, NEW, : lse.element_size()] = POISON
+    (finding,) = evaluated(PREFIX, lse)
+    assert finding.hint.startswith("the value was never written")
 
 
 @pytest.mark.parametrize(("part", "what"), [(2, "the larger log-sum-exp"), (0, "the maximum")])

@@ -182,6 +182,11 @@ class InstancesRunAtOnce(WorkspaceOfEachInstance):
 
 
 @control()
+class AnInstanceForEachBatchOfAStep(TwoBatchBackend):
+    """Nothing is shared by the two batches of a step: each has its plan, workspace and buffers."""
+
+
+@control()
 class BatchesOfAStepRunInTurn(TwoBatchBackend):
     """Both batches of a step use one workspace for partial results, as those of FlashInfer do in SGLang."""
 

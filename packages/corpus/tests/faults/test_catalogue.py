@@ -123,7 +123,7 @@ def renamed(self: PlannedBackend) -> None:
 )
 @pytest.mark.parametrize(
     "register",
-    [fault("general", "finite"), control(), bug("a #1", "extend-mha2-d64-bf16-p16-k9-n3a3-shuffled-gauss-b1prod")],
+    [fault("general", "finite"), control(), bug(0, "a #1", "extend-mha2-d64-bf16-p16-k9-n3a3-shuffled-gauss-b1prod")],
     ids=["fault", "control", "bug"],
 )
 def test_a_method_that_overrides_nothing_is_refused_at_import_unless_it_is_marked_as_new(
@@ -167,7 +167,7 @@ def test_the_class_names_an_entry_and_runs_it_everywhere_unless_it_says_otherwis
     ],
 )
 def test_a_field_bug_that_cannot_be_audited_is_refused(changes: dict[str, str], message: str) -> None:
-    entry = {"source": "sglang #1", "case": "extend-mha2-d64-bf16-p16-k9-n3a3-shuffled-gauss-b1prod"}
+    entry = {"in_set": 0, "source": "sglang #1", "case": "extend-mha2-d64-bf16-p16-k9-n3a3-shuffled-gauss-b1prod"}
     declared = PlannedBackend.capabilities.with_changes(graph={"decode"})
     with pytest.raises(ValueError, match=message):
         bug(**{**entry, **changes})(broken(capabilities=declared))

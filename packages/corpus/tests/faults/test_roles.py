@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.backends.torch_native_encoder import TorchNativeEncoderBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
+from attn_testkit.backends.torch_native_two_batches import TorchNativeTwoBatchesBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.features.server.table import SERVER_VARIANTS
 from attn_testkit.cases.features.table import FEATURES
@@ -27,6 +29,8 @@ KNOWN_GOOD = (
     TorchNativeBackend.capabilities,
     TorchNativeBackend.capabilities.with_changes(options={"any_scaling": False}),
     TorchNativeFormatsBackend.capabilities,
+    TorchNativeEncoderBackend.capabilities,
+    TorchNativeTwoBatchesBackend.capabilities,
     TorchNativeSparseBackend.capabilities,
     TorchNativeStateBackend.capabilities,
 )
