@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_wrong_where_there_is_a_key(value: float) -> None:
 
 def test_a_value_that_was_never_written_is_named() -> None:
     lse = sums(PREFIX)
-    lse.view(torch.uint8)[0, 0, NEW, : lse.element_size()] = POISON
+    lse.view(torch.uint8)[0, 0, NEW] = POISON
     (finding,) = evaluated(PREFIX, lse)
     assert finding.hint.startswith("the value was never written")
 

@@ -659,7 +659,7 @@ class SlotsOfTrace(Kda):
 @bug(
     18,
     "onnxruntime #32239",
-    "decode-gqa3x2-d32-fp16-p128-k600.70.12-reversed-gauss-kvfp8e4m3-kvsidebysidehnd-w4000-spanswidebylayer-sink-lsepages2merged-b3prod-zero_length_padding",
+    "decode-gqa3x2-d32-fp16-p128-k7x2-reversed-gauss-kvfp8e4m3-kvsidebysidehnd-w4000-spanswidebylayer-sink-lsepages2merged-b2prod-zero_length_padding",
     "log-sum-exp",
     execution="graph",
 )

@@ -349,7 +349,7 @@ class CausalByMask(Indexed):
 @bug(
     18,
     "vllm-ascend #15887",
-    "target-verify-mla16-d256r64-fp16-p16-k0.1.16-chain2-reversed-gauss-kvfp8e4m3-kvhnd-w4000-cap1.5-sink-lseprefix-b3prod-zero_length_padding-noncausal-leftofblock",
+    "target-verify-mla2-d512r64-fp16-p16-k0.1.16-chain7-reversed-gauss-kvfp8e4m3-kvhnd-w4000-cap1.5-sink-lseprefix-b3prod-zero_length_padding-noncausal-leftofblock",
     "log-sum-exp",
 )
 class BandWithoutCausality(TorchNativeBackend):

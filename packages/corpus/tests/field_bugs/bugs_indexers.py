@@ -214,7 +214,7 @@ def _ordered(bits, sign):
 
 
 # sglang #38232: as many candidates as the next power of two are kept, sorted by index, and then cut to topk.
-@bug(16, "sglang #38232", "decode-mla16-d128r64-bf16-p64-k3.133.33.17-shared-gauss-sel24-idx4-b5small", "selects-best")
+@bug(16, "sglang #38232", "decode-mla16-d512r64-bf16-p64-k3.133.33.17-shared-gauss-sel24-idx4-b5small", "selects-best")
 class SortedThenCut(Indexed):
     """With a topk that is not a power of two, the best keys with the highest positions are lost."""
 
@@ -394,7 +394,7 @@ class PartsGatherAgain(Indexed):
 @bug(
     18,
     "SwiftLM #159",
-    "target-verify-mla16-d128r32-fp16-p64-k69-chain2-shared-one_hot-kvfp8e4m3-sel16-idx4gauss-b4prod-padded_tokens",
+    "target-verify-gqa8x2-d128-fp16-p64-k7x2-chain2-shared-one_hot-kvfp8e4m3-sel1-idx4gauss-b5prod-padded_tokens",
     "selection-well-formed",
 )
 class MaskAfterUpdate(TorchNativeSparseBackend):
@@ -406,7 +406,7 @@ class MaskAfterUpdate(TorchNativeSparseBackend):
 
 
 # 18, vllm #54359: ids of blocks, and offsets of the smaller pages that the kernels use.
-@bug(18, "vllm #54359", "decode-mla16-d128r32-fp16-p64-k69-interleaved-mean-sink-sel1-idx4ties-b1prod", "index-stored")
+@bug(18, "vllm #54359", "decode-gqa8x2-d128-fp16-p64-k7x2-interleaved-mean-sink-sel1-idx4ties-b2prod", "index-stored")
 class PagesOfKernel(TorchNativeSparseBackend):
     """Index pages of 64 tokens are addressed as pages of 16."""
 
@@ -473,7 +473,7 @@ class ResumedAsVerify(TorchNativeSparseBackend):
 @bug(
     18,
     "vllm #49897",
-    "decode-mla16-d128r32-fp16-p64-k69-interleaved-mean-sink-sel1-idx4ties-b1prod",
+    "decode-gqa8x2-d128-fp16-p64-k7x2-interleaved-mean-sink-sel1-idx4ties-b2prod",
     "selection-well-formed",
 )
 class NanIsBest(TorchNativeSparseBackend):

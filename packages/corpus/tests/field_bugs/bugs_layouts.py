@@ -505,7 +505,7 @@ class ValuesHeadsFirst(TorchNativeBackend):
 @bug(
     18,
     "attorch #14",
-    "extend-gqa3x2-d256-bf16-p1-k7.8.9-n6a7.8.2-shuffled-one_hot-kvhnd-cross7-cap1.5-layers2from0groups-b3prod",
+    "extend-gqa3x2-d256-bf16-p1-k0.1.8-n6a7.8.2-shuffled-one_hot-kvhnd-cross7-cap1.5-layers2from0groups-b3prod",
 )
 class FirstHeadForAll(TorchNativeBackend):
     """In pages with heads first every KV head is read as the first one."""

@@ -598,7 +598,7 @@ class TableOfContext(Indexed):
 @bug(
     16,
     "aiter #4440",
-    "decode-mla16-d128r64-bf16-p64-k32.128.64.16.63-shuffled-negative-sel16-idx4gauss-b6nan",
+    "decode-mla16-d512r64-bf16-p64-k32.128.64.16.63-shuffled-negative-sel16-idx4gauss-b6nan",
     "selects-best",
 )
 class BlockIsToken(Indexed):
@@ -621,7 +621,7 @@ class BlockIsToken(Indexed):
 @bug(
     18,
     "sglang #16267",
-    "extend-gqa2x2-d32-bf16-p16-k32.128.64.16.63-n5a1x4.19-interleaved-rising_logits-w46-alibi-layers2from0groups-b6prod-empty_batches-given_out-freed_minus_one",
+    "extend-gqa2x2-d32-bf16-p16-k32.128.64.16.63-n5a19.1x4-interleaved-rising_logits-w46-alibi-layers2from0groups-b6prod-empty_batches-given_out-freed_minus_one",
     "reads-own-kv",
 )
 class PagesAsSlots(TorchNativeBackend):

@@ -42,7 +42,7 @@ class LanesOfLastTile(TorchNativeSparseBackend):
 @bug(
     19,
     "vllm #56749",
-    "extend-gqa2x2-d128-fp32-p1-k3.21.5.17-n3a0.9.0x2-interleaved-mean-kvfp8e4m3-sel16-idx4reuse-b4prod-padded_tokens-overlap_scheduling",
+    "extend-gqa2x2-d128-fp32-p1-k1.2.5.9.14.2.30-n2a0.9.0x2.3.0.2-interleaved-mean-kvfp8e4m3-sel16-idx4reuse-b7prod-padded_tokens-overlap_scheduling",
     "selection-well-formed",
 )
 class ColumnsOfPackedKeys(Moded):
@@ -62,7 +62,7 @@ class ColumnsOfPackedKeys(Moded):
 @bug(
     19,
     "aiter #4290",
-    "target-verify-mla16-d128r32-fp16-p64-k69-chain2-shared-one_hot-kvfp8e4m3-sel16-idx4gauss-b4prod-padded_tokens",
+    "target-verify-gqa8x2-d128-fp16-p64-k7x2-chain2-shared-one_hot-kvfp8e4m3-sel1-idx4gauss-b5prod-padded_tokens",
     "selection-well-formed",
 )
 class BoundFromTheEnd(Moded):
@@ -80,7 +80,7 @@ class BoundFromTheEnd(Moded):
         return scores, torch.minimum(held, held - row + 1).clamp(min=0)
 
 
-@bug(19, "aiter #5614", "decode-mla16-d128r32-fp16-p64-k69-interleaved-mean-sink-sel1-idx4ties-b1prod", "selects-best")
+@bug(19, "aiter #5614", "decode-gqa8x2-d128-fp16-p64-k7x2-interleaved-mean-sink-sel1-idx4ties-b2prod", "selects-best")
 class TokensAsPages(Moded):
     """aiter #5614: the position of a token is the column of the page table, and the page's first token is scored."""
 
@@ -111,7 +111,7 @@ class LeadingRowsWithoutKeys(TorchNativeSparseBackend):
 
 
 @bug(
-    19, "DeepGEMM #311", "decode-mla16-d128r32-fp16-p64-k69-interleaved-mean-sink-sel1-idx4ties-b1prod", "selects-best"
+    19, "DeepGEMM #311", "decode-gqa8x2-d128-fp16-p64-k7x2-interleaved-mean-sink-sel1-idx4ties-b2prod", "selects-best"
 )
 class InterleavedIndexKeys(TorchNativeSparseBackend):
     """DeepGEMM #311: rows of a page are read as key and scale, one after another."""

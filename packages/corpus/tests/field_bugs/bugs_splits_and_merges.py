@@ -449,7 +449,7 @@ class LanesWithoutRows(WithLse):
 @bug(
     18,
     "tokenspeed #571",
-    "extend-mla2-d256r32-fp32-p16-k0.1.16-n11a17.15.1-chunks3-contiguous-peaked-kvfp8e4m3-kvinblock-w11-cap1.5-sink-lseprefix-b4prod-noncausal-leftofrow",
+    "extend-mla2-d512r32-fp32-p16-k15.16.17-n7a1x2.19-chunks3-contiguous-peaked-kvfp8e4m3-kvinblock-w11-cap1.5-sink-lseprefix-b4prod-noncausal-leftofrow",
     "log-sum-exp",
 )
 class PrefillInBase2(TorchNativeBackend):

@@ -74,7 +74,7 @@ class StraddlingTileIsEarlier(Moded):
 @bug(
     19,
     "litgpt #2182",
-    "extend-gqa2x2-d32-bf16-p16-k32.128.64.16.63-n5a1x4.19-interleaved-rising_logits-w46-alibi-layers2from0groups-b6prod-empty_batches-given_out-freed_minus_one",
+    "extend-gqa2x2-d32-bf16-p16-k32.128.64.16.63-n5a19.1x4-interleaved-rising_logits-w46-alibi-layers2from0groups-b6prod-empty_batches-given_out-freed_minus_one",
 )
 class RingOfWindow(Moded):
     """litgpt #2182: a windowed layer keeps W + 1 keys, so a longer step overwrites what its first rows need."""
@@ -144,7 +144,7 @@ class WindowCountsOwnKey(TorchNativeBackend):
 @bug(
     19,
     "TensorRT-LLM #17477",
-    "extend-gqa3x2-d256-bf16-p1-k7.8.9-n6a7.8.2-shuffled-one_hot-kvhnd-cross7-cap1.5-layers2from0groups-b3prod",
+    "extend-gqa3x2-d256-bf16-p1-k0.1.8-n6a7.8.2-shuffled-one_hot-kvhnd-cross7-cap1.5-layers2from0groups-b3prod",
     "reads-own-kv",
 )
 class MaskedRowsWeighOne(TorchNativeBackend):
@@ -180,7 +180,7 @@ class PagesOf128(Moded):
 @bug(
     19,
     "vllm #43961",
-    "decode-mla16-d256r64-fp16-p16-k0.1.16-interleaved-rising_logits-kvsidebyside-w46-cap1.5-sink-kvsharing-lseprefix-b3prod",
+    "decode-mla16-d512r64-fp16-p16-k0.1.16-interleaved-rising_logits-kvsidebyside-w46-cap1.5-sink-kvsharing-lseprefix-b3prod",
     "reads-own-kv",
 )
 class TailOfPageIsRead(Moded):

@@ -378,7 +378,7 @@ class StoresFromLastWindow(Native):
 @bug(
     18,
     "sglang #25889",
-    "extend-gqa2x2-d32-bf16-p16-k32.128.64.16.63-n5a1x4.19-interleaved-rising_logits-w46-alibi-layers2from0groups-b6prod-empty_batches-given_out-freed_minus_one",
+    "extend-gqa2x2-d32-bf16-p16-k32.128.64.16.63-n5a19.1x4-interleaved-rising_logits-w46-alibi-layers2from0groups-b6prod-empty_batches-given_out-freed_minus_one",
     "writes-own-kv",
 )
 class SlotsRemembered(TorchNativeBackend):
