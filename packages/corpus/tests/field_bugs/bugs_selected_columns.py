@@ -110,9 +110,7 @@ class LeadingRowsWithoutKeys(TorchNativeSparseBackend):
         return out.masked_fill((there.cumsum(0) == 0)[:, None, None], torch.nan), lse
 
 
-@bug(
-    19, "DeepGEMM #311", "decode-gqa8x2-d128-fp16-p64-k7x2-interleaved-mean-sink-sel1-idx4ties-b2prod", "selects-best"
-)
+@bug(19, "DeepGEMM #311", "decode-gqa8x2-d128-fp16-p64-k7x2-interleaved-mean-sink-sel1-idx4ties-b2prod", "selects-best")
 class InterleavedIndexKeys(TorchNativeSparseBackend):
     """DeepGEMM #311: rows of a page are read as key and scale, one after another."""
 

@@ -278,7 +278,9 @@ class MaskWithoutDraft(OwnMask):
 
 
 # 3, sglang #20278: ``mha_batch_prefill_func`` has no argument for a custom mask.
-@bug(18, "sglang #20278", "target-verify-mha2-d256-bf16-p1-k3.21.5.17-t0.0.0-shuffled-negative-kvfp8e4m3-w11-sink-b4prod")
+@bug(
+    18, "sglang #20278", "target-verify-mha2-d256-bf16-p1-k3.21.5.17-t0.0.0-shuffled-negative-kvfp8e4m3-w11-sink-b4prod"
+)
 class TreeAsChain(TorchNativeBackend):
     """A tree is verified with the causal mask of a chain."""
 
