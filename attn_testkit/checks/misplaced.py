@@ -115,11 +115,11 @@ def _other_order(observed: Observation, got: torch.Tensor, want: torch.Tensor, o
     new = (owner == NEW).nonzero().flatten()
     slot, head = new.repeat_interleave(heads), torch.arange(heads).repeat(len(new))
     start, token = slot // size * size, slot % size
-    for order, number, where in (
-        ("heads of a page were before its tokens", head * size + token, lambda n: (n // heads, n % heads)),
-        ("tokens of a page were before its heads", token * heads + head, lambda n: (n % size, n // size)),
+    tokens_first, heads_first = token * heads + head, head * size + token
+    for order, at, of_head in (
+        ("heads of a page were before its tokens", heads_first // heads, heads_first % heads),
+        ("tokens of a page were before its heads", tokens_first % size, tokens_first // size),
     ):
-        at, of_head = where(number)
         moved = (at != token) | (of_head != head)
         lies = (got[start + at, of_head] == want[slot, head]).all(-1)
         if int(moved.sum()) >= _FEW_MOVED and bool(lies.all()):

@@ -139,8 +139,7 @@ def _holds_one_own_value(
     tried = torch.tensor(sorted({*keys[:_ENDS], *keys[-_ENDS:]}))
     one, count = slice(own, own + 1), len(tried)
     supposed: StepData = replace(
-        data,
-        **_row_repeated(data, row, count),
+        _row_repeated(data, row, count),
         stored_keys=data.stored_keys[:, one],
         stored_values=None if data.stored_values is None else data.stored_values[:, one],
         visible=(torch.arange(data.visible.shape[-1]) == tried[:, None])[None],
@@ -190,8 +189,7 @@ def _keys_of(
     positions = torch.zeros(bs, width, dtype=torch.int64)
     positions[b, at] = end - 1
     supposed: StepData = replace(
-        data,
-        **_row_repeated(data, row, len(asked)),
+        _row_repeated(data, row, len(asked)),
         row_request=b,
         row_offset=at,
         visible=visible,
@@ -236,14 +234,15 @@ def _query_of(
     return [MisroutedRow(*_place(data, row), *_place(data, int(like.nonzero()[0])), queried=True)]
 
 
-def _row_repeated(data: StepData, row: int, count: int) -> dict[str, torch.Tensor | None]:
-    """Tensors of ``data`` with ``count`` rows that are all this one, of those that attention reads."""
+def _row_repeated(data: StepData, row: int, count: int) -> StepData:
+    """Data with ``count`` rows that are all this one. Only tensors that attention reads are changed."""
     bias = data.qq_bias
-    return {
-        "q": data.q[:, row : row + 1].expand(-1, count, -1, -1),
-        "row_key": data.row_key[row].expand(count),
-        "qq_bias": None if bias is None else bias[:, row : row + 1].expand(-1, count, -1),
-    }
+    return replace(
+        data,
+        q=data.q[:, row : row + 1].expand(-1, count, -1, -1),
+        row_key=data.row_key[row].expand(count),
+        qq_bias=None if bias is None else bias[:, row : row + 1].expand(-1, count, -1),
+    )
 
 
 def _place(data: StepData, row: int) -> tuple[int, int]:

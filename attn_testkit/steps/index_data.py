@@ -32,6 +32,9 @@ _FULL, _MANTISSA_BITS = 7 / 8, 3
 _EARLY_OR_LATE, _FEW, _MANY = 1 / 5, 8, 4
 """Part of the keys at each end of a request of which one is selected; least top-k for which that is asked; least number
 of keys per selected one, since no bin overflows in a shorter request."""
+_LARGE_GATES = 2.0**13
+"""Factor of the gates of every second row of exact data, a power of two, so that order and exactness stay. Half of the
+scores of such a row are negative, and many are below -65504, the smallest number of FP16 (cudnn-frontend #445)."""
 _NEARLY = slice(255, None, 511)
 """Number of slots whose keys are nearly equal to others, in data of ties."""
 
@@ -178,6 +181,8 @@ def _drawn(schedule: Schedule, step: Step) -> IndexData:
                 q[layer, row : row + 1], weights[layer, row : row + 1] = _queries(case, 1, rng)
             else:
                 raise AssertionError(f"{case.id}: no query of {_TRIES} has scores of the kind that the case needs")
+    if case.indexer.is_exact:
+        weights[:, ::2] *= _LARGE_GATES
     return IndexData(
         torch.from_numpy(q).to(torch.float8_e4m3fn),
         torch.from_numpy(weights),

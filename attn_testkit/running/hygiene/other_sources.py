@@ -195,7 +195,7 @@ class Functions:
 
 def derived_here(backend: type) -> list[str]:
     """Names of the classes derived from ``backend`` that its own module defines: they are other backends."""
-    children = [child for child in backend.__subclasses__() if child.__module__ == backend.__module__]
+    children: list[type] = [child for child in backend.__subclasses__() if child.__module__ == backend.__module__]
     return [name for child in children for name in (child.__qualname__, *derived_here(child))]
 
 
