@@ -19,6 +19,12 @@ class Moded(TorchNativeSparseBackend):
         super().init_forward_metadata_in_graph(batch)
 
 
+@bug(
+    19,
+    "cudnn-frontend #445",
+    "extend-gqa2x2-d128-fp32-p1-k1.2.5.9.14.2.30-n2a0.9.0x2.3.0.2-interleaved-mean-kvfp8e4m3-sel16-idx4reuse-b7prod-padded_tokens-overlap_scheduling",
+    "selection-well-formed",
+)
 class LanesOfLastTile(TorchNativeSparseBackend):
     """cudnn-frontend #445: lanes that fill up the last tile are keys of score -inf, as FP16 has scores below -65504."""
 
