@@ -193,10 +193,11 @@ class Functions:
         return not of_kit or path.startswith(adapters)
 
 
-def derived_here(backend: type) -> list[str]:
+def derived_here(backend: type[object]) -> list[str]:
     """Names of the classes derived from ``backend`` that its own module defines: they are other backends."""
-    children: list[type] = [child for child in backend.__subclasses__() if child.__module__ == backend.__module__]
-    return [name for child in children for name in (child.__qualname__, *derived_here(child))]
+    found: list[type[object]] = backend.__subclasses__()
+    here = [child for child in found if child.__module__ == backend.__module__]
+    return [name for child in here for name in (child.__qualname__, *derived_here(child))]
 
 
 _INSTALLED = {"site-packages", "dist-packages"}
