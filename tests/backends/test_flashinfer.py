@@ -49,7 +49,7 @@ MLA_FP8 = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvf
     [
         ("flashinfer", HEALTHY),
         ("flashinfer_mla", MLA_HEALTHY),
-        ("flashinfer_mla_fa3", MLA_HEALTHY),
+        ("flashinfer_mla_fa3", (MLA_CLUSTERS, MLA_ONE_ROW, MLA_CHAIN)),
         ("flashinfer_mla_fp8", (MLA_FP8,)),
     ],
 )

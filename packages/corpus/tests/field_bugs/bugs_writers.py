@@ -18,9 +18,10 @@ from attn_testkit_corpus.faults.catalogue import bug, helper
 @bug(
     1,
     "tt-metal #54742",
-    "extend-gqa2x2-d64-bf16-p16-k15.16.17-n45a3.131.1-chunks3-shared-shifted-kvhnd-layers1from5-b6nan",
+    "extend-gqa2x2-d64-bf16-p16-k15-n3a3-contiguous-gauss-kvhnd-b1prod",
     "writes-own-kv",
     execution="graph",
+    of_a_tier="extend-gqa2x2-d64-bf16-p16-k15.16.17-n45a3.131.1-chunks3-shared-shifted-kvhnd-layers1from5-b6nan",
 )
 class WriterWalksOverTheEndOfAPage(Tiled):
     """The writer goes one row on for the second of two tokens that follow each other, over the end of a page."""
