@@ -468,17 +468,30 @@ def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepDa
     return replace(data, **cut, encoder=data.encoder and data.encoder.part(chosen))
 
 
+def offsets_in_chunk(data: StepData, whole: Step, step: Step) -> torch.Tensor:
+    """[T] int64: numbers of the rows of ``data``, of a whole step, among the rows that their request has in ``step``, a
+    chunk of it; -1 for rows of other chunks."""
+    news = torch.tensor([request.new for request in step.requests])[data.row_request]
+    pairs = zip(step.requests, whole.requests, strict=True)
+    of = data.row_offset - torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
+    return torch.where((of >= 0) & (of < news), of, -1)
+
+
+def whole_with_selections(case: Case, step: Step) -> Step | None:
+    """The whole prompts, if ``step`` is a chunk of them and has their selections. None for a step that is not a chunk,
+    and in layers that are not causal, where rows of a chunk see fewer keys than in the whole step."""
+    return step.chunk_of if variant_of(case).causal else None
+
+
 def _chunk(case: Case, data: StepData, whole: Step, step: Step) -> StepData:
     """Data of the rows of ``step``, which has a chunk of each request of the whole step."""
-    news = torch.tensor([request.new for request in step.requests])
-    pairs = zip(step.requests, whole.requests, strict=True)
-    first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
-    mine = (data.row_offset >= first) & (data.row_offset < first + news[data.row_request])
-    longest = max(step.lens)
+    of, longest = offsets_in_chunk(data, whole, step), max(step.lens)
+    mine = of >= 0
     cut = _cut(data, token=mine, key=slice(longest))
-    visible, key_positions, query_positions = _visibility(case, step, int(news.max()), longest)
+    widest = max(request.new for request in step.requests)
+    visible, key_positions, query_positions = _visibility(case, step, widest, longest)
     cut |= {"visible": visible, "key_positions": key_positions, "query_positions": query_positions}
-    cut["row_offset"] = (data.row_offset - first)[mine]
+    cut["row_offset"] = of[mine]
     # No case has chunks of either.
     return replace(data, **cut, encoder=None, qq_bias=None)
 

@@ -15,10 +15,17 @@ import torch
 from cachetools import LRUCache, cached
 
 from ..cases.case import Case
-from ..cases.features.server.table import variant_of
 from ..cases.indexing import NEAR
 from ..contract import INDEX_WIDTH, IndexPool
-from .data import DTYPES, KEPT_BYTES, bytes_in, make_step_data, numbers_of
+from .data import (
+    DTYPES,
+    KEPT_BYTES,
+    bytes_in,
+    make_step_data,
+    numbers_of,
+    offsets_in_chunk,
+    whole_with_selections,
+)
 from .schedule import Ints, Schedule, Step
 
 _TRIES = 200
@@ -131,17 +138,11 @@ def _misses_the_bin(q: np.ndarray, weights: np.ndarray, keys: np.ndarray, topk: 
 def make_index_data(schedule: Schedule, step: Step) -> IndexData:
     """Draw a step's numbers. Some requests of a step, and one chunk of it, have the data of the whole step."""
     whole = step.part_of[0] if step.part_of else step
-    if whole.chunk_of is None or not variant_of(schedule.case).causal:
-        # Rows of a chunk that are not causal see fewer keys than those of the whole step.
-        drawn = _drawn(schedule, whole)
-    else:
-        drawn = _drawn(schedule, whole.chunk_of)
-        pairs = zip(whole.requests, whole.chunk_of.requests, strict=True)
-        first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])
-        news = torch.tensor([request.new for request in whole.requests])
-        data = make_step_data(schedule, whole.chunk_of)
-        of = data.row_offset - first[data.row_request]
-        drawn = _rows(drawn, (of >= 0) & (of < news[data.row_request]))
+    all_chunks = whole_with_selections(schedule.case, whole)
+    drawn = _drawn(schedule, all_chunks or whole)
+    if all_chunks is not None:
+        data = make_step_data(schedule, all_chunks)
+        drawn = _rows(drawn, offsets_in_chunk(data, all_chunks, whole) >= 0)
     if step.part_of:
         of_row = make_step_data(schedule, whole).row_request
         drawn = _rows(drawn, torch.cat([(of_row == index).nonzero()[:, 0] for index in step.part_of[1]]))

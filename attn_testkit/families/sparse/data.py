@@ -18,7 +18,7 @@ from cachetools import LRUCache, cached
 
 from ...cases.features.server.table import variant_of
 from ...cases.selection import Selection
-from ...steps.data import KEPT_BYTES, StepData, make_step_data, numbers_of
+from ...steps.data import KEPT_BYTES, StepData, make_step_data, numbers_of, offsets_in_chunk, whole_with_selections
 from ...steps.index_data import make_index_data
 from ...steps.kv_groups import slot_map
 from ...steps.schedule import Schedule, Step
@@ -82,13 +82,9 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
         whole, indices = step.part_of
         of_row = make_step_data(schedule, whole).row_request
         return _selected_keys(schedule, whole)[:, torch.cat([(of_row == index).nonzero()[:, 0] for index in indices])]
-    if step.chunk_of is not None and variant_of(schedule.case).causal:
-        whole, pairs = step.chunk_of, zip(step.requests, step.chunk_of.requests, strict=True)
-        data = make_step_data(schedule, whole)
-        first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
-        news = torch.tensor([request.new for request in step.requests])[data.row_request]
-        mine = (data.row_offset >= first) & (data.row_offset < first + news)
-        return _selected_keys(schedule, whole)[:, mine]
+    if (all_chunks := whole_with_selections(schedule.case, step)) is not None:
+        data = make_step_data(schedule, all_chunks)
+        return _selected_keys(schedule, all_chunks)[:, offsets_in_chunk(data, all_chunks, step) >= 0]
     if not step.requests:
         return torch.empty(layers, 0, selection.topk, dtype=torch.int64)
     data = make_step_data(schedule, step)

@@ -448,10 +448,10 @@ def _as_output(finding: Finding, output: Finding) -> Finding:
 def _says_more(of_output: str, of_sums: str) -> bool:
     """True if the hint about a wrong output is to replace that about its log-sum-exps: this one is missing or a guess,
     and that one is not a guess."""
-    return not of_sums or (GUESS in of_sums and bool(of_output) and GUESS not in of_output.splitlines()[0])
+    return not of_sums or (_GUESS in of_sums and bool(of_output) and _GUESS not in of_output.splitlines()[0])
 
 
-GUESS = "robably "
+_GUESS = "robably "
 """Word of a hint that is a guess."""
 
 
