@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from parents_mode import KnowsMode
 
 from attn_testkit.backends.torch_native import TorchNativeBackend, _Seen
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
@@ -10,14 +11,8 @@ from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
-class Moded(TorchNativeFormatsBackend):
+class Moded(KnowsMode, TorchNativeFormatsBackend):
     """The healthy parent, which also knows the mode of its step and where it stores."""
-
-    mode = ForwardMode.DECODE
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.mode = batch.forward_mode
-        super().init_forward_metadata_in_graph(batch)
 
     @property
     def format(self) -> str:
@@ -205,15 +200,13 @@ class OutputThroughFp8(Moded):
         return out, logits
 
 
+class ModedWithoutFormats(KnowsMode, TorchNativeBackend):
+    """The healthy parent of a pool without a row format, which also knows the mode of its step."""
+
+
 @bug(19, "sglang #18904", "extend-mha2-d256-bf16-p128-k133-n17a17-chunks3-reversed-gauss-kvfp8e4m3-w0-sink-b4stale")
-class PrefixWithoutScales(TorchNativeBackend):
+class PrefixWithoutScales(ModedWithoutFormats):
     """sglang #18904: an extend reads the prefix from an FP8 pool without the scales of the layer."""
-
-    mode = ForwardMode.DECODE
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.mode = batch.forward_mode
-        super().init_forward_metadata_in_graph(batch)
 
     @helper
     def without(self, rows: torch.Tensor, scale: float, layer: AttentionLayer) -> torch.Tensor:

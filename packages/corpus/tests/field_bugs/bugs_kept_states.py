@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import torch
+from parents_states import Moded
 
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import ForwardBatch, ForwardMode, StateLayer
 from attn_testkit_corpus.faults.catalogue import bug
-
-
-class Moded(TorchNativeStateBackend):
-    """The healthy parent, which also knows the mode of its step."""
-
-    mode = ForwardMode.DECODE
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.mode = batch.forward_mode
-        super().init_forward_metadata_in_graph(batch)
 
 
 @bug(

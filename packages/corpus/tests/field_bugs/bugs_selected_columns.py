@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import torch
+from parents_mode import KnowsMode
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
-from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode, KernelPlan
+from attn_testkit.contract import AttentionLayer, ForwardMode, KernelPlan
 from attn_testkit_corpus.faults.catalogue import bug
 
 
-class Moded(TorchNativeSparseBackend):
+class Moded(KnowsMode, TorchNativeSparseBackend):
     """The healthy parent, which also knows the mode of its step."""
-
-    mode = ForwardMode.DECODE
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.mode = batch.forward_mode
-        super().init_forward_metadata_in_graph(batch)
 
 
 @bug(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from parents_states import Gdn, GdnCopies, GdnSlots, KdaChains, KdaSlots, KnowsMode, MambaCopies
+from parents_states import Gdn, GdnCopies, GdnSlots, KdaChains, KdaSlots, MambaCopies, Moded
 
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import ForwardMode
@@ -180,7 +180,7 @@ class FirstColumnAsContiguous(KdaSlots):
     "target-verify-mamba4x2-d64-fp16-p16-k66.33.1-chain4-loop4-shuffled-mild_decay-k64w4s32.slots_in_decode-b4prod",
     "lossless",
 )
-class NoDraftNothingAccepted(KnowsMode):
+class NoDraftNothingAccepted(Moded):
     """A decode reads the first slot and column 0 of the window, whatever the verify before accepted."""
 
     def taken_slots(self, state):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from parents_states import Gdn32, Kda, KnowsMode, Mamba
+from parents_states import Gdn32, Kda, Mamba, Moded
 
 from attn_testkit.contract import ForwardMode
 from attn_testkit_corpus.faults.catalogue import bug, helper
@@ -229,7 +229,7 @@ class OneRowIsNaN(Kda):
     "Arcaine #11",
     "extend-gdn4x2-d64-fp32-p16-k0.3.0-n16a15.16.17-shuffled-mild_decay-k64w4s32-b3prod-wider_buffers",
 )
-class GatesAsBlocks(KnowsMode):
+class GatesAsBlocks(Moded):
     """A prefill of more than 8 rows reads ``a`` and ``b`` as if their rows were contiguous."""
 
     def forward(self, mixed, a, b, layer, batch):
@@ -243,7 +243,7 @@ class GatesAsBlocks(KnowsMode):
 
 
 # 23, TileOPs #1963: the store of the first part's initial state was dropped by a compiler's pass.
-class FirstPartUnwritten(KnowsMode):
+class FirstPartUnwritten(Moded):
     """A long fresh prompt begins from a part of fresh memory that nothing was written to."""
 
     def init_forward_metadata_in_graph(self, batch):
@@ -268,7 +268,7 @@ class FirstPartUnwritten(KnowsMode):
     "flash-linear-attention #1194",
     "extend-mamba2x2-d128-bf16-p16-k30.0.5.0-n3a2x2.3.4-shuffled-mild_decay-k128w4s32.zeroed.kv.strided-b4prod",
 )
-class PackedAsDecode(KnowsMode):
+class PackedAsDecode(Moded):
     """Each row of a packed prefill is convolved with the window before the step."""
 
     def init_forward_metadata_in_graph(self, batch):
@@ -292,7 +292,7 @@ class PackedAsDecode(KnowsMode):
     "sglang #38975",
     "decode-kda4x2-d128-bf16-p16-k3.1.12.7.2.20.5-shuffled-weak_decay-k128w1s32.null.zeroed.kv.strided.snap64-b8prod",
 )
-class BetaInModelDtype(KnowsMode):
+class BetaInModelDtype(Moded):
     """A decode rounds the sigmoid of ``b`` to the model's dtype."""
 
     def gates(self, a, b, layer):

@@ -8,19 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from parents_mode import KnowsMode
 
 from attn_testkit.backends.torch_native import TorchNativeBackend, _Seen
 from attn_testkit.contract import AttentionLayer, DraftDecodeInput, ForwardBatch, ForwardMode
 from attn_testkit_corpus.faults.catalogue import bug, helper
 
 
-class Moded(TorchNativeBackend):
+class Moded(KnowsMode, TorchNativeBackend):
     """The healthy parent, which also knows the mode of its step."""
 
-    mode = ForwardMode.DECODE
-
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.mode, self.tokens, self.requests = batch.forward_mode, batch.input_ids.shape[0], max(1, batch.batch_size)
+        self.tokens, self.requests = batch.input_ids.shape[0], max(1, batch.batch_size)
         self.branches = isinstance(batch.spec_info, DraftDecodeInput)
         super().init_forward_metadata_in_graph(batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from parents_mode import KnowsMode
 from plain_backends import Tiled, declared
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
@@ -67,12 +68,8 @@ class Packs(TorchNativeFormatsBackend):
         return numbers.to(dtype).contiguous().view(torch.uint8)
 
 
-class ReadsByOffset(TorchNativeBackend):
+class ReadsByOffset(KnowsMode, TorchNativeBackend):
     """Finds rows of keys that are wider than values by their offsets in memory."""
-
-    def init_forward_metadata_in_graph(self, batch):
-        super().init_forward_metadata_in_graph(batch)
-        self.mode = batch.forward_mode
 
     def is_wider(self, layer):
         return layer.head_dim != layer.v_head_dim and not layer.kv_lora_rank

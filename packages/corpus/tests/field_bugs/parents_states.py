@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from parents_mode import KnowsMode
+
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 
 PLAIN = {"eager": {"decode", "extend"}, "graph": {"decode"}, "bounds": {"max_topk": 0}}
@@ -123,9 +125,5 @@ class KdaSlots(TwoIndices):
     capabilities = of_states("kda", SPECULATES, (1,), rollback={"slots"}, padding={"skip_zero"})
 
 
-class KnowsMode(TorchNativeStateBackend):
+class Moded(KnowsMode, TorchNativeStateBackend):
     """Healthy: knows the mode of its step."""
-
-    def init_forward_metadata_in_graph(self, batch):
-        super().init_forward_metadata_in_graph(batch)
-        self.mode = batch.forward_mode
