@@ -271,10 +271,10 @@ class TwoBatches(AttentionBackend):
             own["num_padding"] = min(requests, max(0, batch.num_padding - after))
         if own.get("group_cache_locs") is not None:
             own["group_cache_locs"] = own["group_cache_locs"][:, part.rows]
-        if own.get("query_start_loc") is not None:
-            own["query_start_loc"] = self._starts_of(batch, number, part, in_graph=in_graph)
         if own.get("extend_num_tokens") is not None:
             own |= _of_prompts(own, part)
+        elif own.get("query_start_loc") is not None:
+            own["query_start_loc"] = self._starts_of(batch, number, part, in_graph=in_graph)
         if own.get("mm_prefix_range_tensor") is not None and not in_graph:
             own |= _of_spans(own)
         if own.get("state") is not None:
