@@ -18,6 +18,7 @@ from cuda_on_cpu import (
     LIMITS,
     Policy,
     add_device_memory,
+    allocations_made,
     emulated_cuda,
     is_active,
     note_grids,
@@ -184,6 +185,12 @@ def memory_peak() -> Iterator[Callable[[], int]]:
         first = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         yield lambda: torch.cuda.max_memory_allocated() - first
+
+
+def allocations() -> int:
+    """Number of allocations of device memory so far."""
+    # The emulation would measure every tensor for the other values of the statistics.
+    return allocations_made() if is_active() else int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
 _FOUR_GIB = 1 << 32

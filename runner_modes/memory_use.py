@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attn_testkit.environment import memory_peak
+from attn_testkit.environment import allocations, memory_peak
 from attn_testkit.watches.past_modes import past_modes
 
 
@@ -20,7 +20,7 @@ def allocated() -> int:
 
 def _allocations() -> int:
     with past_modes():
-        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+        return allocations()
 
 
 @dataclass

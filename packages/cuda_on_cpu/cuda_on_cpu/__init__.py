@@ -32,7 +32,7 @@ from cuda_on_cpu.launch_log import note_grids, note_launches
 from cuda_on_cpu.policy import LIMITS, Policy
 from cuda_on_cpu.session import is_active, present_policy
 from cuda_on_cpu.streams import orderly_stream
-from cuda_on_cpu.tags import DEVICE
+from cuda_on_cpu.tags import DEVICE, allocations_made
 from cuda_on_cpu.triton_bounds import confine
 from cuda_on_cpu.triton_races import scratch
 
@@ -49,6 +49,7 @@ __all__ = [
     "RaceError",
     "StrayAccessError",
     "add_device_memory",
+    "allocations_made",
     "compiled_regions_run",
     "confine",
     "emulated_cuda",

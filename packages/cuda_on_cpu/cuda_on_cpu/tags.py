@@ -28,6 +28,10 @@ from cuda_on_cpu.sites import UNKNOWN, Site, Spot, author_spot, site_of
 
 _YOUNG = 128
 """Number of storages entered between two purges."""
+_AT_ONCE = 64
+"""Number of storages that a look at the peak asks at once, the youngest first."""
+_LOOKS = 8
+"""Number of looks at the peak of which one measures all storages, so that one that was resized is seen."""
 _STRIDED = torch.strided
 
 
@@ -38,7 +42,10 @@ class Registry:
     any query of the program. `made` counts all storages ever entered.
     """
 
-    __slots__ = ("_full_at", "_lock", "_unseen", "_walking", "_young", "entries", "made", "peak_bytes")
+    __slots__ = (
+        "_full_at", "_lock", "_looks", "_most", "_sizes", "_unseen", "_walking", "_young", "entries", "made",
+        "peak_bytes",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.entries: dict[int, Spot | Site] = {}
@@ -47,6 +54,8 @@ class Registry:
         self._lock = threading.RLock()
         self._walking = False
         self._unseen: int | None = None
+        self._sizes: dict[int, int] = {}
+        self._most = self._looks = 0
         self.made = self.peak_bytes = 0
 
     def add(self, storage: torch.UntypedStorage, skip: int = 0) -> None:
@@ -59,9 +68,11 @@ class Registry:
         self.made += 1
         if self._unseen is not None:
             # The peak can only be passed once this many more bytes are allocated: only then is it worth a look.
-            self._unseen -= storage.nbytes()
+            size = self._sizes[key] = storage.nbytes()
+            self._most += size
+            self._unseen -= size
             if self._unseen < 0:
-                self.live_bytes()
+                self._look_at_peak()
         young = self._young
         young.append(key)
         if len(young) >= _YOUNG:
@@ -78,32 +89,70 @@ class Registry:
                 self._walking = True
                 full = len(self.entries) > self._full_at
                 asked, self._young = list(self.entries) if full else self._young, []
-                for key in asked:
-                    if not use_count(key):
-                        del self.entries[key]
-                        release_identity(key)
+                # A walk over the entries may have forgotten a young one already.
+                self._forget([key for key in asked if key in self.entries and not use_count(key)])
                 if full:
                     self._full_at = 2 * len(self.entries) + _YOUNG
                 self._walking = False
         finally:
             self._lock.release()
 
+    def _forget(self, gone: Iterable[int]) -> None:
+        """Forget storages that are gone. Only while nothing else iterates the entries."""
+        for key in gone:
+            if self.entries.pop(key, None) is not None:  # of equal young identities, the first has been released
+                release_identity(key)
+
     def live(self) -> list[tuple[int, torch.UntypedStorage]]:
-        """Every storage that still exists, by its identity."""
+        """Every storage that still exists, by its identity. The others are forgotten: programs ask for the live ones
+        thousands of times, while most entries are of storages that are gone."""
         with self._lock:
             # A finalizer that runs in here may add, and purge.
             outer, self._walking = self._walking, True
-            found = [(key, storage) for key in list(self.entries) if (storage := storage_at(key)) is not None]
+            keys = list(self.entries)
+            storages = list(map(storage_at, keys))
+            found = [(key, storage) for key, storage in zip(keys, storages, strict=True) if storage is not None]
+            if not outer and len(found) < len(keys):
+                self._forget([key for key, storage in zip(keys, storages, strict=True) if storage is None])
             self._walking = outer
             return found
 
     def live_bytes(self) -> int:
         """Bytes in storages that still exist."""
-        now = sum(storage.nbytes() for _, storage in self.live())
+        return self.bytes_in(self.live())
+
+    def bytes_in(self, live: list[tuple[int, torch.UntypedStorage]]) -> int:
+        """Bytes in the storages that exist now, which `live` has returned."""
+        sizes = [storage.nbytes() for _, storage in live]
+        now = sum(sizes)
         self.peak_bytes = max(self.peak_bytes, now)
         if self._unseen is not None:
             self._unseen = self.peak_bytes - now + (self.peak_bytes >> 8)
+            self._sizes = {key: size for (key, _), size in zip(live, sizes, strict=True)}
+            self._most = now
         return now
+
+    def _look_at_peak(self) -> None:
+        """Raise the peak, if it is passed. Storages that are gone are looked for among the youngest first, and only
+        until the others are no more than the peak."""
+        self._looks += 1
+        if not self._looks % _LOOKS:
+            self.live_bytes()
+            return
+        with self._lock:
+            outer, self._walking = self._walking, True
+            youngest = list(reversed(self._sizes))
+            for first in range(0, len(youngest), _AT_ONCE):
+                for key in youngest[first : first + _AT_ONCE]:
+                    if key not in self.entries or not use_count(key):
+                        self._most -= self._sizes.pop(key)
+                if self._most <= self.peak_bytes:
+                    break
+            self._walking = outer
+        if self._most > self.peak_bytes:
+            self.live_bytes()
+        elif self._unseen is not None:
+            self._unseen = self.peak_bytes - self._most + (self.peak_bytes >> 8)
 
     def reset_peak(self) -> None:
         """Begin a new peak at the bytes that are live now, and follow it with every allocation, within a 256th."""
@@ -198,6 +247,11 @@ def tag_pinned(tensor: Tensor) -> Tensor:
     if storage._cdata not in _pinned:
         PINNED.add(storage)
     return tensor
+
+
+def allocations_made() -> int:
+    """Number of allocations of device memory so far, by all threads."""
+    return DEVICE.made
 
 
 def allocated_at(key: int) -> Spot | Site:

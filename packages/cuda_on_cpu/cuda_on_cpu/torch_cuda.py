@@ -148,8 +148,8 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     """torch's keys for bytes and counts of blocks, as if every tensor's memory were a separate segment."""
-    now, count = memory_allocated(), len(DEVICE.live())
-    peak = DEVICE.peak_bytes
+    live = DEVICE.live()
+    now, count, peak = DEVICE.bytes_in(live), len(live), DEVICE.peak_bytes
     stats = {}
     for pool in ("all", "small_pool", "large_pool"):
         for kind in ("allocated_bytes", "reserved_bytes"):
