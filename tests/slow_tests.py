@@ -166,7 +166,7 @@ SLOW: tuple[str, ...] = (
     "tests/runner_modes/test_wider_buffers.py::test_a_stride_that_is_computed_from_the_columns_fails_eager_and_in_graphs[",
     "tests/families/test_halfway_numbers.py::test_half_away_from_zero_fails_with_halfway_numbers_and_passes_others[",
     "tests/runner_modes/test_draft_decode.py::test_one_graph_of_all_forwards_is_right_for_every_batch[",
-    "tests/cases/test_extend.py::test_every_step_fits_its_graph[",
+    "tests/cases/test_extend.py::test_every_step_fits_its_graph",
     "tests/cases/test_server_variants.py::test_decode_has_a_pool_of_slots_beyond_24_bits_if_rows_can_be_so_narrow[",
     "tests/cases/test_layers.py::test_one_query_head_and_one_kv_head_where_mha_is_declared[",
     "tests/runner_modes/test_dialects.py::test_a_forward_has_more_rows_than_its_plan_for_who_takes_it[",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -18,21 +20,17 @@ from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.derived_parameters import DERIVED_PARAMETERS, DerivedParameter, chosen, derived
 from attn_testkit.cases.rows import Decode
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.steps.data import draft_topk, make_layers
-from attn_testkit.steps.schedule import make_schedule
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities.with_changes(lse=None)
 """What the first release declared, and what came with modes: cases with keys in parts would follow these."""
-CORE = [case for mode in ForwardMode for case in generate(CAPABILITIES, mode, "core")]
-OF_FORMATS = [*generate(TorchNativeFormatsBackend.capabilities, ForwardMode.DECODE, "core")]
-STATES = [case for mode in ForwardMode for case in generate(TorchNativeStateBackend.capabilities, mode, "core")]
-OF_STATES = {"rows-behind"}
-"""Choices that only layers with a state have."""
-RANKS = [case for mode in ForwardMode for case in generate(TorchNativeRanksBackend.capabilities, mode, "core")]
-OF_RANKS = {"rank-order"}
-"""Choices that only ranks with pools of their own have."""
-OF_SOME = {**dict.fromkeys(OF_STATES, STATES), **dict.fromkeys(OF_RANKS, RANKS)}
+OF_SOME = {
+    "rows-behind": TorchNativeStateBackend.capabilities,
+    "rank-order": TorchNativeRanksBackend.capabilities,
+}
+"""Choices that only layers with a state have, or only ranks with pools of their own -> who declares these."""
 CLOSED = [each for each in DERIVED_PARAMETERS if each.values and each.name not in OF_SOME]
 ENOUGH = 5.0
 """A pair of values is looked for where so many cases should have it."""
@@ -62,11 +60,17 @@ FEW_OF_ONE = {
 """Choices that too few cases have for most pairs."""
 
 
+@cache
+def core(declared: Capabilities = CAPABILITIES) -> Sequence[Case]:
+    """Core of all modes. Not at import: every process that collects tests would take seconds for it."""
+    return [case for mode in ForwardMode for case in generate(declared, mode, "core")]
+
+
 def pairs(
-    a: DerivedParameter, b: DerivedParameter, cases: list[Case] = CORE
+    a: DerivedParameter, b: DerivedParameter, declared: Capabilities = CAPABILITIES
 ) -> tuple[Counter[tuple[int, int]], dict[tuple[int, int], float]]:
     """How often core has each pair of values, and how often it should."""
-    both = [case for case in cases if a.applies(case) and b.applies(case)]
+    both = [case for case in core(declared) if a.applies(case) and b.applies(case)]
     counts = Counter((case.derived(a.name), case.derived(b.name)) for case in both)
     return counts, {
         (i, j): len(both) * x.weight * y.weight / (a.total * b.total)
@@ -94,7 +98,7 @@ def test_every_value_of_a_choice_meets_every_value_of_another_about_as_often_as_
 def test_every_value_of_a_choice_of_some_cases_meets_every_value_of_another(own: str, name: str) -> None:
     by_name = {parameter.name: parameter for parameter in DERIVED_PARAMETERS}
     counts, expected = pairs(by_name[own], by_name[name], OF_SOME[own])
-    assert not any(by_name[own].applies(case) for case in CORE)
+    assert not any(by_name[own].applies(case) for case in core())
     for values, mean in expected.items():
         assert counts[values] >= 1 or mean < CERTAIN
         assert abs(counts[values] - mean) < 4 * mean**0.5, f"{values}: {counts[values]} times, expected {mean:.1f}"
@@ -102,7 +106,8 @@ def test_every_value_of_a_choice_of_some_cases_meets_every_value_of_another(own:
 
 @pytest.mark.parametrize("parameter", CLOSED, ids=lambda parameter: parameter.name)
 def test_core_has_every_value_of_every_choice(parameter: DerivedParameter) -> None:
-    cases = OF_FORMATS if parameter.name == "tiles-of-zeros" else CORE
+    of_formats = parameter.name == "tiles-of-zeros"
+    cases = generate(TorchNativeFormatsBackend.capabilities, ForwardMode.DECODE, "core") if of_formats else core()
     counts = Counter(case.derived(parameter.name) for case in cases if parameter.applies(case))
     assert set(counts) == set(range(len(parameter.values)))
 
@@ -111,7 +116,7 @@ def test_an_eager_step_before_graphs_meets_a_window_in_both_layers() -> None:
     """One bit decided both, once, and they never met."""
     met = [
         case
-        for case in CORE
+        for case in core()
         if case.window >= 0
         and not case.layers.varied
         and case.layers.count > 1
@@ -172,10 +177,28 @@ def test_every_choice_is_read_somewhere_and_no_bit_of_a_seed_is() -> None:
     assert not re.findall(r"\.digest *(?:>>|&|%|//)", code), "a seed is the digest; a choice is not a bit of it"
 
 
+def assert_second_step_is_chosen(case: Case, schedule: Schedule) -> None:
+    labels = next(parameter for parameter in DERIVED_PARAMETERS if parameter.name == "second-step").values
+    # Requests with an encoder have other encoders in the second step.
+    wanted = labels[0 if case.encoder_len else case.derived("second-step")].words
+    steps = {step.label: step for step in (*schedule.steps, schedule.oversized)}
+    if wanted == labels[0].words:
+        assert schedule.second.index == len(schedule.steps) + 1, case.id
+        decoders = [[r.decoder_prefix + r.new for r in s.requests] for s in (schedule.second, schedule.steps[0])]
+        assert decoders[0] == decoders[1], case.id
+    else:
+        expected = steps.get(wanted, steps["same lengths, other requests"])
+        named = replace(schedule.second, name=expected.name, stored=False)
+        assert named.requests is expected.requests, case.id
+        # A batch of many requests has fewer steps.
+        assert wanted in steps or len(set(case.prefixes)) == 1 or case.bucket > 64, case.id
+
+
 def test_what_a_choice_says_is_what_is_built() -> None:
-    for case in CORE:
+    for case in core():
         values = {parameter.name: case.derived(parameter.name) for parameter, value in chosen(case) if value}
         schedule, layers = make_schedule(case), make_layers(case)
+        assert_second_step_is_chosen(case, schedule)
         longest = max(len(r.table_slots) for step in (*schedule.steps, schedule.oversized) for r in step.requests)
         room = schedule.max_context_len - longest
         assert case.inference_mode == bool(values["grad-mode"])
@@ -207,21 +230,3 @@ def test_what_a_choice_says_is_what_is_built() -> None:
         if "draft-depth" in values:
             assert (schedule.spec_steps < case.width - 1) == bool(values["draft-depth"])
         assert draft_topk(case) == {None: 0, 0: 1, 1: 3}[values.get("draft-topk")]
-
-
-def test_the_second_eager_step_is_the_one_that_was_chosen() -> None:
-    labels = next(parameter for parameter in DERIVED_PARAMETERS if parameter.name == "second-step").values
-    for case in CORE:
-        # Requests with an encoder have other encoders in the second step.
-        schedule, wanted = make_schedule(case), labels[0 if case.encoder_len else case.derived("second-step")].words
-        steps = {step.label: step for step in (*schedule.steps, schedule.oversized)}
-        equal = len(set(case.prefixes)) == 1
-        if wanted == labels[0].words:
-            assert schedule.second.index == len(schedule.steps) + 1
-            decoders = [[r.decoder_prefix + r.new for r in s.requests] for s in (schedule.second, schedule.steps[0])]
-            assert decoders[0] == decoders[1]
-        else:
-            expected = steps.get(wanted, steps["same lengths, other requests"])
-            assert replace(schedule.second, name=expected.name, stored=False).requests is expected.requests
-            # A batch of many requests has fewer steps.
-            assert wanted in steps or equal or case.bucket > 64

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import pytest
 import torch
 
@@ -18,9 +21,23 @@ CAPABILITIES = TorchNativeBackend.capabilities
 IN_FP8 = CAPABILITIES.with_changes(precision={"matmul_dtype": "fp8_e4m3", "q_scale": "per_token"})
 SCALED = "large_and_small_queries"
 UNSCALED = [data for data in EXTREME_DATA if data != SCALED]
-EXTREMES = {mode: [c for c in generate(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
-ALL = [case for cases in EXTREMES.values() for case in cases]
-(IN_FP16, IN_BF16) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "large_and_small_values")
+
+
+@cache
+def core(mode: ForwardMode) -> Sequence[Case]:
+    """Extreme cases of a mode. Not at import: every process that collects tests would take seconds for it."""
+    return [case for case in generate(IN_FP8, mode, "core") if case.data in EXTREME_DATA]
+
+
+def only_of(mode: ForwardMode, data: str) -> Case:
+    (case,) = (case for case in core(mode) if case.data == data)
+    return case
+
+
+def of_values() -> tuple[Case, Case]:
+    """Large and small values in fp16 and in bf16."""
+    (in_fp16, in_bf16) = (case for case in core(ForwardMode.DECODE) if case.data == "large_and_small_values")
+    return in_fp16, in_bf16
 
 
 def extremes(declared: Capabilities, tier: str = "core") -> list[str]:
@@ -31,9 +48,9 @@ def extremes(declared: Capabilities, tier: str = "core") -> list[str]:
 def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> None:
     cases = generate(IN_FP8, mode, "core")
     assert list(dict.fromkeys(case.data for case in cases if case.data in EXTREME_DATA)) == list(EXTREME_DATA)
-    once = [case for case in EXTREMES[mode] if case != IN_BF16]
+    once = [case for case in core(mode) if case != of_values()[1]]
     assert [case.kv_dtype for case in once] == ["fp8_e4m3", "same", *["fp8_e4m3"] * 2, "same", "same", "fp8_e4m3"]
-    assert len(EXTREMES[mode]) - len(once) == (mode is ForwardMode.DECODE)
+    assert len(core(mode)) - len(once) == (mode is ForwardMode.DECODE)
 
 
 def test_only_what_is_declared_and_not_in_smoke() -> None:
@@ -72,8 +89,9 @@ def test_only_what_is_declared_and_not_in_smoke() -> None:
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if case.data == "saturated"], ids=lambda case: case.id)
-def test_every_new_key_and_value_is_beyond_fp8_and_no_logit_is(case: Case) -> None:
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_every_new_key_and_value_is_beyond_fp8_and_no_logit_is(mode: ForwardMode) -> None:
+    case = only_of(mode, "saturated")
     schedule = make_schedule(case)
     data = make_step_data(schedule, schedule.steps[0])
     for index, layer in enumerate(make_layers(case)):
@@ -89,7 +107,7 @@ def test_every_new_key_and_value_is_beyond_fp8_and_no_logit_is(case: Case) -> No
 def test_a_sum_of_16_bits_is_over_the_limit_from_either_end_and_one_of_32_is_not(
     dtype: torch.dtype, backwards: bool
 ) -> None:
-    schedule = make_schedule(IN_FP16)
+    schedule = make_schedule(of_values()[0])
     wanted = expect(schedule, schedule.steps[0])
     values = wanted.data.values[:, 0, :, 0]
     total = torch.zeros(len(values), values.shape[-1], dtype=dtype)
@@ -101,7 +119,7 @@ def test_a_sum_of_16_bits_is_over_the_limit_from_either_end_and_one_of_32_is_not
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_of_parts_that_is_kept_in_bf16_is_over_the_limit_and_rounded_parts_are_not(dtype: torch.dtype) -> None:
-    wanted = expect(schedule := make_schedule(IN_BF16), schedule.steps[0])
+    wanted = expect(schedule := make_schedule(of_values()[1]), schedule.steps[0])
     values = wanted.data.values[:, 0, :, 0]
     parts = [part.sum(1) / values.shape[1] for part in values.split(1024, 1)]
     total = torch.zeros_like(parts[0])
@@ -113,8 +131,11 @@ def test_a_sum_of_parts_that_is_kept_in_bf16_is_over_the_limit_and_rounded_parts
 
 
 @pytest.mark.parametrize("products", ["", "fp8_e4m3"])
-@pytest.mark.parametrize("case", [case for case in ALL if case.data == "large_queries"], ids=lambda case: case.id)
-def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(case: Case, products: str) -> None:
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(
+    mode: ForwardMode, products: str
+) -> None:
+    case = only_of(mode, "large_queries")
     schedule = make_schedule(case, Numerics(matmul_dtype=products))
     data = make_step_data(schedule, schedule.steps[0])
     largest = data.q.float().abs().amax(-1)
@@ -133,8 +154,9 @@ def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(c
         assert float(limited.flatten(-2)[seen].abs().max() * layer.scaling) > 0.05
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if case.data == "fp16_overflow"], ids=lambda case: case.id)
-def test_three_towering_values_are_beyond_16_bits_and_no_output_is(case: Case) -> None:
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_three_towering_values_are_beyond_16_bits_and_no_output_is(mode: ForwardMode) -> None:
+    case = only_of(mode, "fp16_overflow")
     wanted, held = held_values(case)
     largest = float(torch.finfo(torch.float16).max)
     assert case.dtype == "fp16"
@@ -144,8 +166,9 @@ def test_three_towering_values_are_beyond_16_bits_and_no_output_is(case: Case) -
     assert 20_000 < float(wanted.attention.abs().max()) < largest
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if case.data == "beyond_fp16"], ids=lambda case: case.id)
-def test_every_colossal_key_and_value_is_beyond_fp16(case: Case) -> None:
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_every_colossal_key_and_value_is_beyond_fp16(mode: ForwardMode) -> None:
+    case = only_of(mode, "beyond_fp16")
     wanted, held = held_values(case)
     largest = float(torch.finfo(torch.float16).max)
     assert case.dtype == "bf16"

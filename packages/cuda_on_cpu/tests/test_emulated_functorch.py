@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -55,15 +56,18 @@ def test_flex_attention_runs():
     assert torch.allclose(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it imports Inductor
-    compiled = torch.compile(flex_attention)
+@cache
+def compiled(function, **options):
+    """Not at import: every process that collects tests would import Inductor, which takes it two seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it imports Inductor
+        return torch.compile(function, **options)
 
 
 def test_compiled_flex_attention_is_recorded_and_follows_what_it_reads(capture):
     q = torch.zeros(1, 2, 16, 16, device="cuda")
     mask = create_block_mask(causal, 1, 1, 16, 16, device="cuda")
-    graph, out = capture(lambda: compiled(q, q, q, block_mask=mask))
+    graph, out = capture(lambda: compiled(flex_attention)(q, q, q, block_mask=mask))
     q.copy_(torch.randn(1, 2, 16, 16, device="cuda"))
     graph.replay()
     assert torch.allclose(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
@@ -79,36 +83,30 @@ def test_flex_attention_that_is_not_compiled_copies_a_constant_to_the_device_whi
         flex_attention(q, q, q, block_mask=mask)
 
 
-@torch.compile
 def shifted(x, read=False):
     return x + torch.tensor(2.0, device=x.device) + (x.max().item() if read else 0)
 
 
-@torch.compile(backend="eager")
-def shifted_by_nobody(x):
-    return x + torch.tensor(2.0, device=x.device)
-
-
 def test_a_number_in_a_compiled_region_is_a_constant_and_a_value_that_is_read_is_not(capture):
     x = torch.zeros(3, device="cuda")
-    graph, out = capture(lambda: shifted(x))
+    graph, out = capture(lambda: compiled(shifted)(x))
     x.fill_(1)
     graph.replay()
     assert out.tolist() == [3, 3, 3]
     torch.cuda.set_sync_debug_mode("error")
-    shifted(x)
+    compiled(shifted)(x)
     with pytest.raises(HostSyncError, match="item"):
-        shifted(x, read=True)
+        compiled(shifted)(x, read=True)
     with pytest.raises(HostSyncError, match=r"torch\.tensor"):
-        shifted_by_nobody(x)
+        compiled(shifted, backend="eager")(x)
 
 
 def test_code_that_would_have_been_compiled_is_counted():
     before = compiled_regions_run()
     x = torch.zeros(3, device="cuda")
-    shifted_by_nobody(x)
+    compiled(shifted, backend="eager")(x)
     assert compiled_regions_run() == before
-    shifted(x)
+    compiled(shifted)(x)
     assert compiled_regions_run() > before
 
 
