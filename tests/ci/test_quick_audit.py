@@ -1,6 +1,11 @@
-"""A part of the audit in seconds: a fault of each kind is caught, healthy backends pass. Mutants are judged by it."""
+"""A part of the audit in seconds: a fault of each kind is caught, and its text names the cause; healthy backends pass.
+
+Mutants are judged by it.
+"""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -8,6 +13,7 @@ from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options
 from attn_testkit_corpus.audit.tasks import run_task
 from attn_testkit_corpus.audit.verdicts import ControlVerdict, FaultVerdict, Settings, Task
+from attn_testkit_corpus.faults.catalogue import entry_of
 
 FAULTS = [
     "item-in-the-captured-forward",
@@ -38,10 +44,11 @@ def runner() -> Runner:
 
 
 @pytest.mark.parametrize("slug", FAULTS)
-def test_a_fault_is_caught_by_a_check_that_may_catch_it(slug: str) -> None:
+def test_a_fault_is_caught_by_a_check_that_may_catch_it_and_its_text_points_at_the_cause(slug: str) -> None:
     verdict = run_task(Task("fault", slug), Settings(device="cpu"), runner())
     assert isinstance(verdict, FaultVerdict)
     assert verdict.as_expected, verdict
+    assert re.search(entry_of(slug).hint, " ".join(verdict.text.split())), verdict.text
 
 
 @pytest.mark.parametrize(("name", "mode", "execution"), CONTROLS)

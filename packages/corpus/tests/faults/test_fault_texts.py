@@ -1,6 +1,6 @@
 """A sample of faults, two or three of a class: the check that reports each, and a text that names the cause.
 
-``attn-testkit audit`` runs them all.
+``tests/ci/test_quick_audit.py`` has others, and ``attn-testkit audit`` runs them all.
 """
 
 from __future__ import annotations
@@ -35,17 +35,13 @@ SAMPLE = (
     "workspace-replaced-at-each-capture",
     "buffer-born-inside-capture",
     "accept-counts-advanced-in-place",
-    "plan-blocks-on-d2h",
-    "item-in-the-captured-forward",
     "capability-that-no-case-can-meet",
     "grid-depends-on-qo-contents",
     "draft-extend-v2-prefix-only",
     "non-monotonic-slots",
     "page-id-used-as-slot",
     "table-row-width-from-max-len",
-    "length-rounded-up-to-page",
     "window-by-flat-query-index",
-    "tree-mask-by-depth",
     "causal-off-by-one",
     "swa-decode-window-vs-window-plus-one",
     "swa-window-taken-from-group",
@@ -55,7 +51,6 @@ SAMPLE = (
     "heads-mapped-round-robin",
     "uniform-splits-give-empty-splits",
     "recycled-block-bytes-decode-to-nan",
-    "early-exit-without-writing",
     "query-or-output-stride-ignored",
     "index-dtype-template-shared",
     "k-and-v-swapped-on-store",
@@ -70,6 +65,10 @@ SAMPLE = (
 )
 
 
+NEW_TENSOR_AT_EACH_REPLAY = ("row-stride-from-live-batch-max", "pad-indptr-tail-runs-backwards")
+"""Faults that keep a new tensor on self at every replay. No graph reads it, so it is not a stale address."""
+
+
 @pytest.mark.parametrize("slug", SAMPLE)
 def test_a_fault_is_caught_as_expected_and_its_text_points_at_the_cause(slug: str) -> None:
     fault = entry_of(slug)
@@ -82,14 +81,7 @@ def test_a_fault_is_caught_as_expected_and_its_text_points_at_the_cause(slug: st
     )
     # A hint may be written over several lines.
     assert re.search(fault.hint, " ".join(verdict.text.split())), verdict.text
-
-
-def test_a_plan_that_replaces_a_tensor_of_its_own_is_not_taken_for_a_stale_address() -> None:
-    # Both backends keep a new tensor on self at every replay, which no graph reads.
-    for slug in ("row-stride-from-live-batch-max", "pad-indptr-tail-runs-backwards"):
-        verdict = run_task(Task("fault", slug), Settings(device="cpu"), Runner(Options(in_process=True)))
-        assert isinstance(verdict, FaultVerdict)
-        assert "addresses-stable" not in verdict.caught_by, verdict.text
+    assert slug not in NEW_TENSOR_AT_EACH_REPLAY or "addresses-stable" not in verdict.caught_by, verdict.text
 
 
 def test_where_modes_share_an_instance_the_step_says_whose_replay_is_wrong() -> None:
