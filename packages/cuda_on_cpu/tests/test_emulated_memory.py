@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import pytest
 import torch
 
-from cuda_on_cpu import DanglingMemoryError, Policy, emulated_cuda, tags
+from cuda_on_cpu import DanglingMemoryError, Policy, emulated_cuda, peak_above, tags
 from cuda_on_cpu import capture as capturing
 
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -333,6 +334,32 @@ def test_memory_that_is_gone_is_forgotten_and_what_is_kept_stays_device_memory()
     for _ in range(12 * tags._YOUNG):
         ones()
     assert len(tags.DEVICE.entries) < 6 * tags._YOUNG
+
+
+def test_a_walk_over_what_is_live_forgets_what_is_gone():
+    kept = ones()
+    before = torch.cuda.memory_allocated()
+    for _ in range(tags._YOUNG // 2):
+        ones()
+    assert torch.cuda.memory_allocated() == before
+    assert all(storage is not None for storage in map(tags.storage_at, tags.DEVICE.entries))
+    assert kept.is_cuda
+
+
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_a_peak_is_followed_within_a_256th_whatever_is_freed_meanwhile(oldest_first):
+    draws, kept = random.Random(0), []
+    first = torch.cuda.memory_allocated()
+    with peak_above() as above:
+        now = most = 0
+        for turn in range(1500):
+            kept.append(torch.empty(draws.randrange(1, 4000), dtype=torch.uint8, device="cuda"))
+            now += kept[-1].nbytes
+            most = max(most, now)
+            while now > (200_000 if turn < 1000 else 300_000):
+                now -= kept.pop(0 if oldest_first else draws.randrange(len(kept))).nbytes
+        found = above()
+    assert most - ((first + most) >> 8) <= found <= most
 
 
 def test_a_snapshot_names_the_line_of_each_allocation():
