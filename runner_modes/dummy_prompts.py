@@ -2,7 +2,7 @@
 
 SGLang's runners of prefill graphs, the piecewise and the breakable one, plan one dummy prompt without a prefix for each
 number of rows, and run the model on it: twice as a warm-up, and once while attention interrupts the capture and comes
-back to it (``eager_on_graph``). What a backend keeps of that plan reaches live prompts (sglang #31198).
+back to it (``eager_on_graph``). A backend may keep parts of that plan and use them for live prompts (sglang #31198).
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class RequestsWithoutRowsLeftOut(PlannedBackend):
 
 @control()
 class TableThatGrows(PlannedBackend):
-    """The page table has room for the requests of the first plan, and is made anew for more of them."""
+    """The page table has room for the requests of the first plan, and is replaced for more of them."""
 
     capabilities = LEAN
     table: torch.Tensor | None = None
