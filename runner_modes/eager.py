@@ -17,6 +17,7 @@ from attn_testkit.watches.past_modes import past_modes
 
 from .batches import batch_on_device, eager_batch
 from .clock import Clock
+from .dummy_prompts import capture_pieces
 from .errors import blame
 from .forward import forward, pieces_for
 from .harness import ServerHarness, StagedStep, mode_of, what_alternates
@@ -47,6 +48,8 @@ def run_eager(
     Raises ``RunError`` for whatever the backend raises.
     """
     with harness.memory.step():
+        with clock.phase("capture"):
+            capture_pieces(harness, schedule)
         return _observed(harness, schedule, step, clock, pattern, label, ran_before, between)
 
 
@@ -89,7 +92,7 @@ def _ran(
         batch, sent = batch_of(harness, staged)
         ahead = next_of(staged, pattern) if plans_ahead(staged) else None
         server_writes = table_writes(harness, staged)
-        pieces = pieces_for(harness, case, len(batch.input_ids), other_strides=step.other_strides)
+        pieces = pieces_for(harness, case, step)
         _poison_heap(harness, len(batch.input_ids))
         if ahead is not None:
             torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from attn_testkit.cases.case import Case
 from attn_testkit.contract import AttentionLayer, ForwardBatch
 from attn_testkit.model import Trace, joined
 from attn_testkit.steps.data import draft_topk
-from attn_testkit.steps.schedule import PADDED_TOKENS
+from attn_testkit.steps.schedule import PADDED_TOKENS, Step
 
 from .errors import ShapeError
 from .harness import ServerHarness
@@ -98,15 +98,20 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
         return None
 
 
-def pieces_for(harness: ServerHarness, case: Case, tokens: int, *, other_strides: bool) -> Pieces | None:
-    """Graphs around attention for an eager step of ``tokens`` rows; None if the server uses none. May capture them."""
+def pieces_for(harness: ServerHarness, case: Case, step: Step) -> Pieces | None:
+    """Graphs around attention for an eager step; None if the server uses none. May capture them."""
     if "piecewise" not in case.variants:
         return None
-    rows = Pieces.rows_for(tokens + (PADDED_TOKENS if "padded_tokens" in case.variants else 0))
-    key = rows, harness.model.contiguous != other_strides
+    key = pieces_key(harness, case, step)
     if key not in harness.pieces:
         harness.pieces[key] = Pieces(harness.model, *key, harness.replay_graph)
     return harness.pieces[key]
+
+
+def pieces_key(harness: ServerHarness, case: Case, step: Step) -> tuple[int, bool]:
+    """Rows of the graphs around the attention of a step, and whether their q, k and v are contiguous."""
+    more = PADDED_TOKENS if "padded_tokens" in case.variants else 0
+    return Pieces.rows_for(step.tokens + more), harness.model.contiguous != step.other_strides
 
 
 def _has_fewer_selections(harness: ServerHarness) -> bool:

@@ -51,7 +51,8 @@ ONLY = {
     "steps": {"cases", "contract"},
     "catalogue": {"cases", "contract"},
     "families": {"contract", "cases", "steps", "model", "watches"},
-    "watches": {"contract", "cases", "steps"},
+    # `cuda_on_cpu` for `confine`: the tensors of a batch share one block of memory.
+    "watches": {"contract", "cases", "cuda_on_cpu", "steps"},
     "reports": {"registry", "results"},
     "plugin": {"registry", "reports", "results", "running"},
     "suite": {"plugin", "running"},

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuda_on_cpu import confine
+
 from .past_modes import past_modes
 from .uploads import upload
 
@@ -81,7 +83,7 @@ class Packing:
         return found
 
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in ``memory`` [size] uint8 by name, as views."""
+        """The tensors in ``memory`` [size] uint8 by name, as views, which no emulated Triton kernel may leave."""
         wide: dict[torch.dtype, torch.Tensor] = {}
         found: dict[str, torch.Tensor] = {}
         for place in self.places:
@@ -90,6 +92,7 @@ class Packing:
                 wide[dtype] = memory.view(dtype)
             one = wide[dtype][place.start // dtype.itemsize : place.end // dtype.itemsize]
             found[place.name] = one if len(place.shape) == 1 else one.view(place.shape)
+        confine(*found.values())
         return found
 
     def arrays(self, memory: Bytes) -> dict[str, npt.NDArray[Any]]:

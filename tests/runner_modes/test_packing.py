@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attn_testkit.runner_modes.batches import batch_on_device, spec_on_device
 from attn_testkit.runner_modes.tables import Tables
 
 from attn_testkit.contract import ForwardBatch, ForwardMode, VerifyInput
 from attn_testkit.watches.packing import pack_places, send, sent_alone
-from cuda_on_cpu import emulated_cuda
+from cuda_on_cpu import StrayAccessError, emulated_cuda
 
 CUDA = torch.device("cuda")
 
@@ -169,3 +172,23 @@ def test_one_number_out_of_a_row_is_sent_whatever_its_stride() -> None:
     one = torch.arange(6, dtype=torch.int32).view(3, 2)[1:2, 0]
     assert (one.stride(-1), one.is_contiguous()) == (2, True)
     assert send({"indices": one}, CUDA)[0]["indices"].tolist() == [2]
+
+
+@triton.jit
+def _sum_of_tile(numbers: Any, target: Any, count: int, masked: tl.constexpr, TILE: tl.constexpr) -> None:
+    at = tl.arange(0, TILE)
+    if masked:
+        found = tl.load(numbers + at, at < count, other=0)
+    else:
+        found = tl.where(at < count, tl.load(numbers + at), 0)
+    tl.store(target, tl.sum(found, 0))
+
+
+def test_a_kernel_may_not_read_what_lies_between_even_if_it_leaves_that_out_of_its_result() -> None:
+    # On a server each tensor has its own memory, and behind the last page of that a device reports an illegal access.
+    tensors, _ = send({"lens": torch.tensor([3, 4]), "ids": torch.arange(200)}, CUDA)
+    found = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    _sum_of_tile[(1,)](tensors["lens"], found, 2, masked=True, TILE=16)
+    assert found.item() == 7
+    with pytest.raises(StrayAccessError, match="behind the memory of numbers"):
+        _sum_of_tile[(1,)](tensors["lens"], found, 2, masked=False, TILE=16)

@@ -32,6 +32,11 @@ class Remembers(TorchNativeBackend):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self.given: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.planned: list[tuple[int, int, list[int]]] = []
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        self.planned.append((batch.batch_size, len(batch.input_ids), list(batch.extend_prefix_lens_cpu)))
+        super().init_forward_metadata(batch)
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **named: Any) -> Any:
         self.given.append((q, named.get("out")))
@@ -58,7 +63,7 @@ def test_steps_share_the_memory_of_q_and_of_outputs_and_nan_follows_their_rows(w
     (pieces,) = harness.pieces.values()
     given = harness.backend.given  # type: ignore[attr-defined]
     layers = len(harness.context.layers)
-    first, second, again = (given[i : i + layers] for i in (0, layers, 2 * layers))
+    first, second, again = (given[i : i + layers] for i in range(len(given) - 3 * layers, len(given), layers))
     assert [len(q) for q, _ in first] == [schedule.steps[0].tokens + padded] * layers
     assert len(second[0][0]) > len(first[0][0])
     for (q, out), (more, other), (same, _) in zip(first, second, again, strict=True):
@@ -72,3 +77,22 @@ def test_steps_share_the_memory_of_q_and_of_outputs_and_nan_follows_their_rows(w
 @pytest.mark.parametrize(("tokens", "rows"), [(0, 16), (1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
 def test_pieces_have_a_power_of_two_of_rows_and_room_for_the_step(tokens: int, rows: int) -> None:
     assert Pieces.rows_for(tokens) == rows
+
+
+def test_a_capture_plans_one_prompt_without_a_prefix_for_each_number_of_rows_and_runs_it_before_any_request() -> None:
+    harness, schedule = ran("")
+    backend: Any = harness.backend
+    layers, sizes = len(harness.context.layers), sorted({rows for rows, _ in harness.pieces}, reverse=True)
+    dummies, live = backend.planned[: len(harness.pieces)], backend.planned[len(harness.pieces) :]
+    assert dummies == [
+        (1, min(rows, harness.context.max_extend_tokens), [0]) for rows, _ in sorted(harness.pieces, reverse=True)
+    ]
+    assert sizes[0] >= max(step.tokens for step in schedule.every_step)
+    assert [bs for bs, _, _ in live] == [schedule.steps[0].bs, schedule.steps[1].bs, schedule.steps[0].bs]
+    assert len(backend.given) == (3 * len(dummies) + 3) * layers
+
+
+def test_a_server_that_gives_the_memory_of_outputs_captures_without_attention() -> None:
+    harness, _ = ran("given_out-padded_tokens-")
+    backend: Any = harness.backend
+    assert len(backend.planned) == 3

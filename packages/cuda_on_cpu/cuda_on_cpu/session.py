@@ -50,10 +50,10 @@ class Session:
     checks values on the host and the CUDA one does not, so reading them is not an error. `order`: the order of
     streams, kept once the program has its own stream or pinned memory; `handles` are those of streams that it
     created. `scratch`: addresses for which programs of a kernel may race, by the identity of their storage.
-    `extents`: memory that a kernel may not leave once it has a pointer into it: the storage and the address after
-    its last byte, by its first address. `launched`: called with each launch of a Triton kernel. `before`: the
-    stream of the last launch of a Triton kernel, and the memory that it uses; None once anything else was launched
-    or waited for. `late`: work that side streams have not begun.
+    `extents`: memory that a kernel may not leave once it has a pointer into it: for each storage, by its first
+    address, the address after the last byte of each part by that of the first. `launched`: called with each launch
+    of a Triton kernel. `before`: the stream of the last launch of a Triton kernel, and the memory that it uses; None
+    once anything else was launched or waited for. `late`: work that side streams have not begun.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class Session:
         self.order: StreamOrder | None = None
         self.launched: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.scratch: dict[int, list[tuple[int, int]]] = {}
-        self.extents: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.extents: dict[int, tuple[StorageWeakRef, dict[int, int]]] = {}
         self.before: tuple[int, Any] | None = None
         self.handles = {default_stream.cuda_stream, capture_stream.cuda_stream}
         self.stream = self.default_stream = default_stream

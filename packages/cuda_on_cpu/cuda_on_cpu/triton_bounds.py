@@ -23,7 +23,7 @@ from cuda_on_cpu import session
 from cuda_on_cpu.chosen_places import Places
 from cuda_on_cpu.errors import EmulationError, StrayAccessError
 from cuda_on_cpu.policy import Policy
-from cuda_on_cpu.private import disable_functions, is_gone, weak_reference
+from cuda_on_cpu.private import StorageWeakRef, disable_functions, is_gone, weak_reference
 from cuda_on_cpu.sites import author_site
 from cuda_on_cpu.tags import DEVICE, PINNED
 from cuda_on_cpu.triton_addresses import contents
@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 _DEFAULT = Policy()
 _MOST_PLACES = 1 << 16
 WAITS, LETS_NEXT_BEGIN = "gdc_wait", "gdc_launch_dependents"
-_MOST_EXTENTS = 1 << 12
+_MOST_STORAGES = 1 << 12
 _FAR = 1 << 24
 """Bytes, or rounds of a loop, that an integer which no load defined leads to, and hardly any other."""
 Span = tuple[int, int]
@@ -125,12 +125,21 @@ def confine(*tensors: Tensor) -> None:
                 continue
             storage = tensor.untyped_storage()
             start, stop = _view_of(tensor)
-            if len(extents) >= _MOST_EXTENTS:
-                for key in [key for key, (weak, _) in extents.items() if is_gone(weak)]:
-                    del extents[key]
-                if len(extents) >= _MOST_EXTENTS:
-                    extents.clear()
-            extents[start] = weak_reference(storage), stop
+            known = extents.get(storage.data_ptr())
+            if known is None or is_gone(known[0]):
+                _forget_gone(extents)
+                known = extents[storage.data_ptr()] = weak_reference(storage), {}
+            known[1][start] = stop
+
+
+def _forget_gone(extents: dict[int, tuple[StorageWeakRef, dict[int, int]]]) -> None:
+    """Leave room for one more storage: forget those without an owner, or all if each still has one."""
+    if len(extents) < _MOST_STORAGES:
+        return
+    for key in [key for key, (weak, _) in extents.items() if is_gone(weak)]:
+        del extents[key]
+    if len(extents) >= _MOST_STORAGES:
+        extents.clear()
 
 
 def _confined(given: Iterable[Tensor], spans: list[Span]) -> list[Span]:
@@ -138,14 +147,15 @@ def _confined(given: Iterable[Tensor], spans: list[Span]) -> list[Span]:
     extents = session.require().extents if session.is_active() else {}
     if not extents:
         return spans
-    known = [(start, stop) for start, (weak, stop) in extents.items() if not is_gone(weak)]
     found = []
     for tensor, span in zip(given, spans, strict=True):
-        first, end = _view_of(tensor)
-        around = [(start, stop) for start, stop in known if start <= first < end <= stop]
-        if around:
-            start, stop = min(start for start, _ in around), max(stop for _, stop in around)
-            span = max(start, span[0]), min(stop, span[1])
+        known = extents.get(tensor.untyped_storage().data_ptr())
+        if known is not None and not is_gone(known[0]):
+            first, end = _view_of(tensor)
+            around = [(start, stop) for start, stop in known[1].items() if start <= first < end <= stop]
+            if around:
+                start, stop = min(start for start, _ in around), max(stop for _, stop in around)
+                span = max(start, span[0]), min(stop, span[1])
         found.append(span)
     return found
 

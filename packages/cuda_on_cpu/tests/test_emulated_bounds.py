@@ -100,7 +100,7 @@ def test_the_rows_of_the_next_batch_replace_those_of_the_last():
 
 
 def test_views_that_are_gone_confine_nothing(monkeypatch):
-    monkeypatch.setattr("cuda_on_cpu.triton_bounds._MOST_EXTENTS", 8)
+    monkeypatch.setattr("cuda_on_cpu.triton_bounds._MOST_STORAGES", 8)
     with torch.no_grad(), emulated_cuda():
         for _ in range(40):
             confine(torch.zeros(24, device="cuda")[:8])

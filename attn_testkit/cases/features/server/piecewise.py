@@ -1,4 +1,6 @@
-"""Piecewise graphs: attention runs eagerly, and the layers around it are graphs of a fixed number of rows."""
+"""Piecewise and breakable graphs: attention runs eagerly, and the layers around it are graphs of a fixed number of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from .variant import ServerVariant
 
 _LENS = (9, 70, 1)
 _OF_VLLM = frozenset({"piecewise", "given_out", "padded_tokens"})
-"""vLLM gives q of all rows, and the memory that the next piece reads. SGLang cuts q to the live rows, and copies."""
+"""vLLM gives q of all rows, and the memory that the next piece reads, and captures without attention. SGLang cuts q to
+the live rows, copies, and captures a prompt of no request with its attention."""
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
@@ -34,7 +37,8 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 
 PIECEWISE = ServerVariant(
     "piecewise",
-    "in eager steps attention runs between graphs: q, k and v are the first rows of their memory, and NaN follows",
+    "in eager steps attention runs between graphs: q, k and v are the first rows of their memory, NaN follows, and the "
+    "capture of an extend has planned and run one prompt without a prefix",
     "eager modes except draft-decode",
     _cases,
     plans=_plans,
@@ -44,5 +48,5 @@ PIECEWISE = ServerVariant(
         "states": "layers that keep a state have graph pieces of their own",
     },
     order=120,
-    also=("piecewise graphs",),
+    also=("piecewise graphs", "breakable graphs", "BCG", "PCG"),
 )

@@ -117,3 +117,17 @@ class RequestsWithoutRowsLeftOut(PlannedBackend):
             mask=None,
             max_q_len=whole.max_q_len,
         )
+
+
+@control()
+class TableThatGrows(PlannedBackend):
+    """The page table has room for the requests of the first plan, and is replaced for more of them."""
+
+    capabilities = LEAN
+    table: torch.Tensor | None = None
+
+    def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
+        pages = super().plan_pages(batch)
+        if self.table is None or len(self.table) < len(pages):
+            self.table = torch.empty_like(pages)
+        return self.table[: len(pages)].copy_(pages)
