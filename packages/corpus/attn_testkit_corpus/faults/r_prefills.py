@@ -92,8 +92,8 @@ class GridOfRequestsAndValueHeads(StateParent):
     "an earlier step is kept",
     modes="extend",
     executions="eager",
-    modelled="upstream the norm of keys is compiled at the first prefill, and its size of one row is folded into it; here "
-    "the kernel that the first prefill chooses stays, and has no rows after the first",
+    modelled="upstream the norm of keys is compiled at the first prefill, and its size of one row is folded into it; "
+    "here later prefills have outputs of 0",
 )
 class FirstRowsArePartOfTheKernel(StateParent):
     """A prefill of a single row, if it is the first of an instance, makes a kernel that later prefills use."""
@@ -121,5 +121,5 @@ class GatesInBoxesOfEightHeads(StateParent):
         self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer.v_heads > 8 and layer.v_heads % 8:
-            raise ValueError(f"a row of {layer.v_heads} gates is no multiple of a box of 8 heads")
+            raise ValueError(f"a row of {layer.v_heads} gates does not fill boxes of 8 heads")
         return super().gates(a, b, layer)
