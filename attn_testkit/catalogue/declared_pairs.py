@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads
+from ..cases.features.head_dim import dims_of_array
 from ..cases.features.heads import typical_heads
 from ..cases.features.numbers import nearest, some_of
 from ..cases.head_layouts import latent, latent_heads
 from ..cases.layers import Layers
+from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 from .page_counts import groups_of_pages
@@ -25,18 +27,23 @@ _FAR = (66_000, 32_769)
 _GROUPS, _MLA_HEADS = (2, 4, 5, 6, 7, 8, 12, 16, 32), (8, 16, 32, 64, 128)
 _NOISY = (600, 513, 700, 431) * 3
 _MANY_HEADS, _USUAL_DIM, _MOST_DIMS = 32, 128, 8
+_TILE_AND_MORE = 67
+"""Rows of a prompt that fill tiles of 32 and of 64, and begin another."""
 
 
 def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Cases derived from ``small``: windows at positions that need more than 15 and 16 bits; each group of heads with a
-    pool of FP8; decode of each group with all options, of each head dim and dtype of the pool with several splits, and
-    of outputs that show another order of a sum.
+    """Cases derived from ``small``: windows at positions of more than 15 and 16 bits; each group of heads with a pool
+    of FP8; prompts of each head dim that the array lacks with each dtype of the pool; decode of each group with all
+    options, of each head dim and dtype of the pool with several splits, and of outputs that show another order of a
+    sum.
     """
     if small.mode in _FAR_MODES & declared.windows.modes and not small.heads.layout.wide_rows:
         yield small.of_requests(_FAR, data="one_hot", window=_NARROW)
     page = nearest(declared.kv_pool.page_sizes, _PAGE)
     one = small.with_changes(page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
     yield from _groups_in_fp8(declared, one)
+    if small.mode is ForwardMode.EXTEND:
+        yield from _dims_with_tiles(declared, one)
     if small.mode is not ForwardMode.DECODE:
         return
     yield from _groups_with_options(declared, one)
@@ -85,11 +92,27 @@ def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
         )
 
 
+def _dims_with_tiles(declared: Capabilities, one: Case) -> Iterator[Case]:
+    """Each head dim that the array lacks and each dtype, with a prompt of more than a tile of rows: such a tile of 32
+    rows needs memory of a program that depends on all three (flashinfer #3863)."""
+    rows = min(_TILE_AND_MORE, declared.bounds.max_extend_tokens)
+    for dim in some_of(declared.heads.head_dims - set(dims_of_array(declared, "core")), _MOST_DIMS):
+        for kv_dtype in sorted(declared.kv_pool.kv_dtypes):
+            yield one.of_requests((40, 0), rows=Extend((rows, 3), room_for((rows, 3)))).with_changes(
+                heads=_grouped(declared, one), head_dim=dim, kv_dtype=kv_dtype
+            )
+
+
+def _grouped(declared: Capabilities, one: Case) -> Heads:
+    """Several query heads for each KV head, if they are declared and not all heads are MLA's."""
+    grouped = [heads for heads in typical_heads(declared) if heads.family == "gqa"]
+    return one.heads if one.heads.layout.values_in_keys or not grouped else grouped[0]
+
+
 def _dims_with_splits(declared: Capabilities, one: Case) -> Iterator[Case]:
     """Each head dim and dtype with several splits, because a kernel is compiled for both, and its partial results have
     strides of both."""
-    grouped = [heads for heads in typical_heads(declared) if heads.family == "gqa"]
-    heads = one.heads if one.heads.layout.values_in_keys or not grouped else grouped[0]
+    heads = _grouped(declared, one)
     for dim in some_of(declared.heads.head_dims, _MOST_DIMS):
         for kv_dtype in sorted(declared.kv_pool.kv_dtypes):
             yield one.with_changes(

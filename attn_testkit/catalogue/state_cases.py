@@ -53,6 +53,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         yield from islice(_multi_mode(declared, mode, first), 1)
     else:
         yield from _named(declared, mode, first)
+        yield from _between_boxes(declared, first)
         for heads in kinds_of(declared):
             yield from state_rank_cases(declared, _plain(declared, first, heads))
         yield from _continued(declared, mode, first)
@@ -60,6 +61,26 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         yield from _multi_mode(declared, mode, first)
         yield from _beyond_a_grid(declared, mode, first)
         yield from _near_epsilon(declared, first)
+
+
+_BOX = 8
+"""Heads that a kernel loads at once: their gates fill 16 bytes."""
+
+
+def _between_boxes(declared: Capabilities, first: Case) -> Iterator[Case]:
+    """More value heads than a kernel loads at once, and no multiple of these, as on a rank of a model with 12 of them
+    (flashinfer #4351). All other cases have 8 or fewer, or 64.
+    """
+    for kind in kinds_of(declared):
+        ratio = kind.q_heads // kind.kv_heads
+        few = next((keys for keys in range(3, _BOX + 2) if keys * ratio > _BOX and keys * ratio % _BOX), 0)
+        if not few:
+            continue
+        case = _plain(declared, first, replace(kind, q_heads=few * ratio, kv_heads=few))
+        if case.mode is ForwardMode.EXTEND:
+            yield _with_prompts(declared, case, prompts(4)["about a chunk"])
+        else:
+            yield case.of_requests((5, 1, 30), padded=1)
 
 
 _GRID_HEADS, _GRID_REQUESTS = 64, 1024
@@ -324,5 +345,9 @@ def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[C
             yield _with_prompts(declared, case, prompts(4)["tiles"]).with_changes(variants=_WIDER)
         if declared.server.takes_requests_without_rows:
             yield _with_prompts(declared, case, _WITHOUT_ROWS)
+        if heads == kinds_of(declared)[0]:
+            # One row, and then 20: what is made for one row must not stay (sglang #35197).
+            alone = _with_prompts(declared, case, ((0,), (1,)))
+            yield alone.with_changes(rows=Extend((1,), min(20, declared.bounds.max_extend_tokens)))
         for name in ("within the window", "one fresh token"):
             yield _with_prompts(declared, case, prompts(case.state.conv_width if case.state else 4)[name])

@@ -273,3 +273,13 @@ def test_companions_have_the_rows_of_the_case_or_four_where_it_has_one(width: in
             assert other.tree == chain(others)
         elif other.new:
             assert other.new == (1, min(3, others) if others != 2 else 1)
+
+
+def test_prompts_of_more_than_a_tile_meet_each_head_dim_with_each_dtype_of_the_pool() -> None:
+    """FlashInfer's prefill of FP8 with heads of 512 did not fit from 17 rows on (flashinfer #3863)."""
+    dims, dtypes = {32, 64, 128, 256, 512}, {"same", "fp8_e4m3"}
+    cases = core(
+        ForwardMode.EXTEND, heads={"head_dims": dims}, kv_pool={"kv_dtypes": dtypes}, promises={"deterministic": True}
+    )
+    found = {(case.head_dim, case.kv_dtype) for case in cases if max(case.new) > 16}
+    assert found >= {(dim, dtype) for dim in dims for dtype in dtypes}

@@ -123,3 +123,18 @@ def test_modes_of_an_instance_agree_about_what_follows_their_rows() -> None:
     (host, *_) = on_one_instance(DECLARED)[ForwardMode.TARGET_VERIFY]
     assert {each.has_rows_behind for each in declared_co_residents(DECLARED, host, MODES)} == {host.has_rows_behind}
     assert not parse_case("decode-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod").has_rows_behind
+
+
+def test_core_has_heads_that_fill_more_than_one_box_of_eight_and_not_two() -> None:
+    """FlashInfer's KDA failed with 12 heads, and not with 8 or fewer (flashinfer #4351)."""
+    for mode in MODES:
+        odd = [case for case in generate(DECLARED, mode, "core") if case.heads.q_heads > 8 and case.heads.q_heads % 8]
+        assert {case.heads.family for case in odd} == DECLARED.heads.families
+
+
+def test_a_prefill_of_a_single_row_is_followed_by_one_of_more() -> None:
+    """A kernel that was compiled for one row served all later prefills (sglang #35197)."""
+    (alone,) = [case for case in generate(DECLARED, ForwardMode.EXTEND, "core") if case.new == (1,)]
+    schedule = make_schedule(alone)
+    rows = [sum(request.new for request in step.requests) for step in (schedule.steps[0], schedule.second)]
+    assert rows == [1, 20]

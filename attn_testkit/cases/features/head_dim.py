@@ -38,8 +38,13 @@ def _dims(declared: Capabilities, *, of_mla: bool) -> list[int]:
     return dims if of_mla else [dim for dim in dims if dim <= _WIDEST_OF_OTHERS] or dims
 
 
+def dims_of_array(declared: Capabilities, tier: str) -> list[int]:
+    """Head dims that the covering array of a tier has. MLA next to other heads also has the widest."""
+    return some_of(_dims(declared, of_mla=not per_head(declared)), 2 if tier == "smoke" else 3)
+
+
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
-    found = {"head_dim": some_of(_dims(declared, of_mla=not per_head(declared)), 2 if tier == "smoke" else 3)}
+    found = {"head_dim": dims_of_array(declared, tier)}
     return {**found, "rope_dim": sorted(declared.heads.mla_rope_dims)} if latent(declared) else found
 
 

@@ -189,3 +189,32 @@ def _first_rows(weights: torch.Tensor, count: int) -> torch.Tensor:
     """``weights`` [B, Hk, G, W, C] with zeros for the rows from ``count`` on."""
     row = torch.arange(weights.shape[3], device=weights.device)
     return weights * (row < count)[:, None]
+
+
+@fault("flashinfer #3863", "completes", "shared memory", modes="extend", executions="eager")
+class TileOfRowsTooWideForHeads(DenseBackend):
+    """A prompt of many rows takes a tile of 32, whose sums do not fit for heads of 512 and a pool of FP8."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        eager={"extend"},
+        graph=(),
+        heads={"families": {"gqa"}, "gqa_ratios": {2}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"page_sizes": {16}},
+        windows=(),
+        options={"logit_cap": False, "sinks": False},
+    )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        narrow = self.context.kv_pool.get_kv_buffer(layer.layer_id)[0].dtype.itemsize == 1
+        if narrow and layer.head_dim > 256 and len(q) > 16 * batch.batch_size:
+            raise RuntimeError("required shared memory (132176 bytes) exceeds this GPU's limit (101376 bytes)")
+        return super().forward(q, k, v, layer, batch, save_kv_cache)

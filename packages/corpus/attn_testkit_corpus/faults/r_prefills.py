@@ -84,3 +84,42 @@ class GridOfRequestsAndValueHeads(StateParent):
         if batch.forward_mode is ForwardMode.EXTEND and batch.batch_size * layer.v_heads > 65_535:
             raise RuntimeError("Triton Error [CUDA]: invalid argument")
         return super().forward(mixed, a, b, layer, batch)
+
+
+@fault(
+    "sglang #35197",
+    "steps-independent",
+    "an earlier step is kept",
+    modes="extend",
+    executions="eager",
+    modelled="upstream the norm of keys is compiled at the first prefill, and its size of one row is folded into it; "
+    "here later prefills have outputs of 0",
+)
+class FirstRowsArePartOfTheKernel(StateParent):
+    """A prefill of a single row, if it is the first of an instance, makes a kernel that later prefills use."""
+
+    rows = 0
+
+    def token(
+        self, rows: torch.Tensor, state: torch.Tensor, gates: tuple[torch.Tensor, torch.Tensor], layer: StateLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        after, read = super().token(rows, state, gates, layer)
+        return after, read * 0 if self.rows == 1 and self.total > 1 else read
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        self.total = len(batch.input_ids)
+        if batch.forward_mode is ForwardMode.EXTEND and not self.rows:
+            self.rows = self.total
+
+
+@fault("flashinfer #4351", "completes", "8 heads", modes="decode extend")
+class GatesInBoxesOfEightHeads(StateParent):
+    """Gates are loaded in boxes of 8 heads. Fewer heads are padded to a box, and 12 are not."""
+
+    def gates(
+        self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer.v_heads > 8 and layer.v_heads % 8:
+            raise ValueError(f"a row of {layer.v_heads} gates does not fill boxes of 8 heads")
+        return super().gates(a, b, layer)
