@@ -33,7 +33,8 @@ class Indexer(Declared):
     """How is a key's scale computed? Default, ``amax``: its largest magnitude over 448. ``power_of_two``: that
     quotient, rounded up to a power of two (UE8M0)."""
     reuses_selections: bool = False
-    """May a layer use the selection of the layer before it? It has no index keys then (``index_topk_freq``)."""
+    """May a layer use the selection of a layer before it? It has no index keys then (``index_topk_freq``). All layers
+    between the two use that selection, too."""
     replicated: bool = False
     """May the instance be a rank of decode context parallelism (``LogSumExp.ranks``)? Then each rank stores the index
     keys of all tokens in an index pool of its own (``BackendContext.index_req_to_token``), and selects for itself."""

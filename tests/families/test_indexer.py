@@ -21,6 +21,7 @@ from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.index_data import IndexData, index_memory, make_index_data
 from attn_testkit.steps.schedule import make_schedule, only
 from attn_testkit_corpus.faults import s_indexers as faults
+from attn_testkit_corpus.faults import s_shared_selections as shared
 from attn_testkit_corpus.faults.controls_of_selections import (
     IndexerFused,
     IndexerOneBuffer,
@@ -151,6 +152,13 @@ def test_a_layer_that_reuses_a_selection_attends_that_of_the_layer_before() -> N
     assert index_memory(schedule, step, after=False).shape[0] == 1
 
 
+def test_several_layers_use_a_selection_and_the_one_after_them_selects() -> None:
+    case = parse_case(DECODE.replace("idx4{}-b4prod", "idx4reuse3-layers5from0-b2prod"))
+    assert [layer.reuses_selection for layer in make_layers(case)] == [False, True, True, False, True]
+    with pytest.raises(ValueError, match="cannot share one: leave out reuse or ties"):
+        parse_case(DECODE.format("reuse4ties"))
+
+
 def test_a_pair_is_wrong_only_beyond_both_margins() -> None:
     scores = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     taken = torch.tensor([True, False, True])
@@ -215,6 +223,25 @@ def test_the_attention_of_exact_data_has_the_selection_of_the_backend() -> None:
     assert findings(faults.SelectionBufferOfAllLayers, DECODE.format(""))[0].check == "matches-oracle"
     found = findings(faults.SelectionReusedFromTheStepBefore, DECODE.format("reuse"))
     assert found[0].check == "steps-independent"
+
+
+OF_FOUR_LAYERS = DECODE.replace("idx4{}-b4prod", "idx4reuse4-layers6from3-b2prod")
+OF_TWO_BATCHES = DECODE.replace("k100.37", "k9.70.1.33").replace("idx4{}-b4prod", "idx4reuse-b4prod-two_batch_overlap")
+
+
+@pytest.mark.parametrize(
+    ("backend", "case_id", "layer", "hint"),
+    [
+        (shared.SharedSelectionIsNotHandedOn, OF_FOUR_LAYERS, "layer 6", "does not hand it on"),
+        (shared.SharedSelectionOfTheOtherBatch, OF_TWO_BATCHES, "layer 1", "without two-batch overlap"),
+        (shared.SharedSelectionIsLookedUpTwice, DECODE.format("reuse"), "layer 1", "only layers that use"),
+    ],
+)
+def test_a_hint_says_which_layers_of_a_shared_selection_are_wrong(backend, case_id: str, layer: str, hint: str) -> None:
+    found = findings(backend, case_id)[0]
+    assert f"out[{layer}, " in found.where
+    assert hint in found.hint
+    assert not findings(shared.SelectionInABuffer, case_id)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from ...contract import BackendContext, Capabilities, ForwardMode, Indexer
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..indexing import INDEX_DATA, PATTERN, Indexing
+from ..layers import PERIOD
 from .feature import (
     Asked,
     Bound,
@@ -46,7 +47,7 @@ def _words(case: Fields) -> str:
     scale = "powers of two" if each.pow2 else "amax / 448"
     more = (
         ", in forward" * each.fused
-        + ", whose selections two layers use" * each.reuse
+        + f", of whose selections each is for {each.reuse} layers" * each.shared
         + f", {each.data}" * bool(each.data)
     )
     return f"an indexer{' on each rank' * has_own_pools(case)} of {each.heads} heads with scales {scale}{more}"
@@ -62,7 +63,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         each.heads in indexer.heads
         and each.pow2 == (indexer.scale == "power_of_two")
         and each.fused == indexer.fused
-        and each.reuse <= indexer.reuses_selections
+        and each.shared <= indexer.reuses_selections
         and has_own_pools(case) <= indexer.replicated
         and (each.is_exact or not indexer.fused)
     )
@@ -81,7 +82,7 @@ def _like(indexer: Indexer, each: Indexing) -> Indexing:
     """The declared indexer that is most similar to ``each``."""
     heads = each.heads if each.heads in indexer.heads else _usual_heads(indexer)
     data = "" if indexer.fused else each.data
-    reuse = each.reuse and indexer.reuses_selections
+    reuse = each.reuse if indexer.reuses_selections else 1
     return Indexing(heads, indexer.scale == "power_of_two", indexer.fused, reuse, data)
 
 
@@ -96,7 +97,7 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, 
     data = ("",) if indexer.fused else INDEX_DATA
     kinds = [_like(indexer, Indexing(0, data=each)) for each in data]
     if indexer.reuses_selections:
-        kinds.insert(1, replace(kinds[0], reuse=True))
+        kinds.insert(1, replace(kinds[0], reuse=PERIOD))
     # Half of the cases have selections of the kit, whose patterns and -1 no indexer gives.
     return {"indexer": kinds if indexer.fused else [None, *kinds, *[None] * (len(kinds) - 1)]}
 
@@ -111,8 +112,9 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     each = case.indexer
     if each is not None:
-        if each.reuse:
-            yield {"indexer": replace(each, reuse=False)}
+        for reuse in (1, PERIOD):
+            if each.reuse > reuse:
+                yield {"indexer": replace(each, reuse=reuse)}
         if each.data:
             yield {"indexer": replace(each, data="")}
 
@@ -156,9 +158,12 @@ def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
 
 
 def _wrong(case: Fields) -> str:
-    if not case.indexer or case.selection:
-        return ""
-    return f"{case.indexer} selects keys, but layers attend to all keys: add a word such as sel16"
+    each = case.indexer
+    if each and not case.selection:
+        return f"{each} selects keys, but layers attend to all keys: add a word such as sel16"
+    if each and each.shared and not each.is_exact:
+        return f"{each} has several right selections, so layers cannot share one: leave out reuse or {each.data}"
+    return ""
 
 
 INDEXER = Feature(
@@ -209,6 +214,12 @@ INDEXER = Feature(
             numbers=True,
         ),
         Entry(
+            "idx4reuse4",
+            "An indexer of 4 heads, whose selections are each for 4 layers: the one that selects, and the 3 after it.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
             "idx4ties",
             "An indexer of 4 heads whose keys have equal scores, except for a few, so several selections are right.",
             page="how-to/selected-keys.md",
@@ -242,7 +253,7 @@ INDEXER = Feature(
         option(
             "layers that use another layer's selection",
             lambda declared, mode: bool((indexer := _of(declared, mode)) and indexer.reuses_selections),
-            lambda case: case.indexer is not None and case.indexer.reuse and case.layers.count > 1,
+            lambda case: case.indexer is not None and case.indexer.shared and case.layers.count > 1,
         ),
     ),
     simpler=of_fields("indexer", steps=_simpler),
