@@ -118,6 +118,19 @@ def layers_that_share_a_selection(e: Evidence) -> str:
     )
 
 
+@hint(Level.PATTERN, family="sparse")
+def later_forwards_of_a_draft(e: Evidence) -> str:
+    """The first forward of a draft is right, and forwards that use its selection are wrong."""
+    indexer, data = e.schedule.case.indexer, e.expected.data
+    if indexer is None or not indexer.first or not e.rows or not bool((data.row_offset[e.rows] > 0).all()):
+        return ""
+    return (
+        "only later forwards of a draft are wrong, which attend to what the first one selected: probably they read "
+        "rows of other requests, as if a request had several, or a forward without an indexer clears or stores the "
+        "selection"
+    )
+
+
 @hint(Level.PLACE, when=_other_keys, family="sparse")
 def other_index_space(e: Evidence) -> str:
     """A row reads none of its selected KV tokens, as if their indices had another meaning."""
