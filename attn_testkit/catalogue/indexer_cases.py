@@ -44,7 +44,7 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         for each in variant_cases(declared, small):
             if each.indexer is None and "bigpool" not in each.variants:
                 found = with_indexer(declared, each)
-                if is_cut(each) and sparse.indexer.reuses_selections:
+                if found.indexer and is_cut(each) and sparse.indexer.reuses_selections:
                     # Each of the two batches keeps a selection from one layer to the next (sglang #38007).
                     found = found.with_changes(indexer=replace(found.indexer, reuse=PERIOD))
                 yield found
