@@ -102,6 +102,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
         part_finite=rows(trace.part_finite for trace in traces),
         of_parts=[each for trace in traces for each in trace.of_parts],
         beside_out=[each for trace in traces for each in trace.beside_out],
+        selections={layer: torch.cat([trace.selections[layer] for trace in traces]) for layer in traces[0].selections},
+        of_selections=[each for trace in traces for each in trace.of_selections],
     )
 
 

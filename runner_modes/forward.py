@@ -45,6 +45,7 @@ def forward(
     traces: list[Trace] = []
     parts = driver.forwards(harness, batch)
     part: ForwardBatch | None = next(parts)
+    with_indexer: WithIndexer | None = None
     while part is not None:
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
@@ -56,12 +57,13 @@ def forward(
         look = check if between is None else partial(_checked, check, between)
         selects = part.input_ids.shape[0] - (PADDED_TOKENS if _has_fewer_selections(harness) else 0)
         with_kv_splits = InParts(harness) if harness.context.kv_splits else None
-        with_indexer = WithIndexer(harness, case.indexer, with_kv_splits or harness.backend) if case.indexer else None
+        attends = with_kv_splits or harness.backend
+        with_indexer = WithIndexer(harness, case.indexer, attends, with_indexer) if case.indexer else None
         if pieces:
             pieces.load(part.input_ids)
         traces.append(
             harness.model.forward(
-                with_indexer or with_kv_splits or harness.backend,
+                with_indexer or attends,
                 part,
                 look,
                 save_kv_cache,

@@ -202,9 +202,11 @@ def _packed(data: IndexData) -> torch.Tensor:
 class WithIndexer:
     """A backend that selects the keys to which it attends, for one forward of the model."""
 
-    def __init__(self, harness: Any, indexer: Indexing, attends: Attends) -> None:
-        """``attends``: the backend, or a wrapper of it, that receives the selections."""
+    def __init__(self, harness: Any, indexer: Indexing, attends: Attends, before: WithIndexer | None = None) -> None:
+        """``attends``: the backend, or a wrapper of it, that receives the selections. ``before``: that of the forward
+        before, in the same draft."""
         self._harness, self._indexer, self._attends = harness, indexer, attends
+        self._kept = before._copies if before and indexer.first else {}
         self._last: torch.Tensor | None = None
         self._copies: dict[int, torch.Tensor] = {}
         self._returned: list[torch.Tensor] = []
@@ -230,7 +232,10 @@ class WithIndexer:
             inputs = {"q_index": q_index, "index_weights": weights, "k_index": k_index}
             result: torch.Tensor = backend.forward(q, k, v, layer, batch, **named, **inputs)
             return result
-        if not layer.reuses_selection:
+        if place in self._kept:
+            # The server's copy: the backend may have one buffer for the selections of all layers.
+            self._last = self._copies[place] = self._kept[place]
+        elif not layer.reuses_selection:
             if save_kv_cache:
                 backend.store_index(k_index, layer, batch)
             self._last = backend.select(q_index, weights, layer, batch)

@@ -50,7 +50,7 @@ class TorchNativeSparseBackend(KernelBackend):
             empty_rows=True,
             fewer_rows=True,
             any_padding=True,
-            indexer=Indexer(heads={4, 64}, reuses_selections=True),
+            indexer=Indexer(heads={4, 64}, reuses_selections=True, drafts={"each", "first"}),
         ),
         server=ServerConventions(
             takes_more_rows=True,

@@ -84,7 +84,8 @@ def co_residents(
         else Extend(accepted("uneven", few, case.bs), few),
     }
     if steps > 1:
-        rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
+        # A draft with an indexer is a chain.
+        rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(1 if case.indexer else 2, max_draft_branches), steps))
     others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
     # With a slot for each node of a draft, the other modes have the first of them, or a decode has the list.
     return [

@@ -9,8 +9,10 @@ INDEX_DATA = ("", "ties", "gauss")
 """Data of index keys and queries. Empty: whole numbers for which every row has one best selection."""
 NEAR = "near"
 """Data of whole numbers, with which the scores of all keys differ by a few percent. Only cases of its own have it."""
-PATTERN = r"idx(\d+)(pow2)?(fused)?(reuse)?(ties|gauss|near)?"
+PATTERN = r"idx(\d+)(pow2)?(fused)?(?:(reuse)(\d+)?)?(first)?(ties|gauss|near)?"
 """The word of an indexer in a case id."""
+_USUAL_REUSE = 2
+"""Layers that use one selection in a case whose word is ``reuse``."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class Indexing:
     """Scales of keys are powers of two."""
     fused: bool = False
     """True if ``forward`` selects the keys by itself."""
-    reuse: bool = False
-    """Every second layer uses the selection of the layer before it."""
+    reuse: int = 1
+    """Layers that use one selection: the one that selects, and those after it. 1: each layer selects."""
+    first: bool = False
+    """True if only the first forward of a draft-decode selects, and all others use its selection."""
     data: str = ""
     """One of ``INDEX_DATA``, or ``NEAR``."""
 
@@ -35,14 +39,21 @@ class Indexing:
         return not self.data
 
     def source(self, layer: int) -> int:
-        """Layer whose selection the layer of number ``layer`` uses: its own, or the one before it."""
-        return layer - layer % 2 if self.reuse else layer
+        """Layer whose selection the layer of number ``layer`` uses: its own, or one before it."""
+        return layer - layer % self.reuse
+
+    @property
+    def shared(self) -> bool:
+        """True if layers use the selections of others."""
+        return self.reuse > 1
 
     def __str__(self) -> str:
-        flags = "pow2" * self.pow2 + "fused" * self.fused + "reuse" * self.reuse
+        reuse = "reuse" * self.shared + str(self.reuse) * (self.reuse > _USUAL_REUSE)
+        flags = "pow2" * self.pow2 + "fused" * self.fused + reuse + "first" * self.first
         return f"idx{self.heads}{flags}{self.data}"
 
     @classmethod
     def read(cls, match: re.Match[str]) -> Indexing:
         """The indexer of a match of ``PATTERN``."""
-        return cls(int(match[1]), bool(match[2]), bool(match[3]), bool(match[4]), match[5] or "")
+        reuse = int(match[5] or _USUAL_REUSE) if match[4] else 1
+        return cls(int(match[1]), bool(match[2]), bool(match[3]), reuse, bool(match[6]), match[7] or "")

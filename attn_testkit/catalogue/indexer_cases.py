@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..cases.case import Case
 from ..cases.features.feature import Without
 from ..cases.features.indexer import INDEXER
 from ..cases.features.server.table import usual_page, variant_cases
+from ..cases.features.server.two_batch_overlap import is_cut
 from ..cases.indexing import NEAR, Indexing
-from ..cases.layers import Layers
+from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Extend, room_for
 from ..cases.selection import Selection
 from ..contract import Capabilities, ForwardMode
@@ -22,6 +24,11 @@ _LONG = 66_000
 """Keys of a narrow selection: 7,000 of them tie, which is more than a buffer for few places holds."""
 _LEAST = 256
 """Smallest top-k whose number of tied keys depends on it."""
+_REUSE = 4
+"""Layers that use one selection in GLM-5.2 (``index_topk_freq``). Two layers do not show one that uses a selection and
+does not hand it on."""
+_MORE = 64
+"""Keys that a row of the first request leaves out."""
 _KEYS_EACH = 10
 """Keys per selected key. Data with ties have nine vectors, so a tenth more keys tie than a row selects."""
 
@@ -36,7 +43,13 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         # All server variants of this mode have selections of the kit.
         for each in variant_cases(declared, small):
             if each.indexer is None and "bigpool" not in each.variants:
-                yield with_indexer(declared, each)
+                found = with_indexer(declared, each)
+                if found.indexer and is_cut(each) and sparse.indexer.reuses_selections:
+                    # Each of the two batches keeps a selection from one layer to the next (sglang #38007).
+                    found = found.with_changes(indexer=replace(found.indexer, reuse=PERIOD))
+                yield found
+    if sparse.indexer.reuses_selections:
+        yield _of_many_layers(with_indexer(declared, small))
     if small.mode not in _TIED_MODES or sparse.indexer.fused:
         return
     # Each width may have its own kernel, with other bins.
@@ -47,6 +60,15 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         # most of what a row selects is of these (sglang #30645).
         yield many.of_requests((_LONG if topk < _LEAST else _KEYS_EACH * topk, 70))
         yield _of_near_scores(with_indexer(declared, many, topk, NEAR))
+
+
+def _of_many_layers(case: Case) -> Case:
+    """Most layers use the selection of a layer before them, and the last one uses another."""
+    assert case.indexer is not None
+    assert case.selection is not None
+    few = case.with_changes(indexer=replace(case.indexer, reuse=_REUSE), layers=Layers(_REUSE + 2, 3))
+    topk = case.selection.topk
+    return few.of_requests((topk + _MORE, 2 * topk + 5), layout="shuffled", data="gauss")
 
 
 def _of_near_scores(case: Case) -> Case:

@@ -40,13 +40,14 @@ def without_options_of(declared: Capabilities, base: Case) -> Case:
     """``base`` without options."""
     kv_dtype = sorted(declared.kv_pool.kv_dtypes, reverse=True)[0]
     # Whether the usual scaling is meant says ``nearest_declared``, case by case: MLA has none.
-    rows = base.rows
+    rows, indexer = base.rows, base.indexer
     if isinstance(rows, Extend):
         rows = replace(rows, chunks=1)
     elif isinstance(rows, Drafted):
-        rows = replace(rows, draft=Draft(min(2, declared.bounds.max_draft_branches), 3))
+        # An indexer drafts chains.
+        rows, indexer = replace(rows, draft=Draft(min(2, declared.bounds.max_draft_branches), 3)), None
     return base.with_changes(rows=rows, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False,
-                   kv_dtype=kv_dtype)  # fmt: skip
+                   kv_dtype=kv_dtype, indexer=indexer)  # fmt: skip
 
 
 def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:

@@ -77,7 +77,7 @@ def _needs_two_layers(so_far: Changes) -> bool:
         or so_far["layers"].hybrid
         or so_far.get("encoder_len")
         or (spans and spans.by_layer)
-        or (indexer and indexer.reuse)
+        or (indexer and indexer.shared)
     )
 
 

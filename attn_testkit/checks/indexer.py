@@ -61,10 +61,11 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
         return []
     before, after = _memory(observed)
     data, index = comparison.expected.data, make_index_data(observed.schedule, observed.step)
-    slots = data.out_cache_loc if not observed.step.stored else data.out_cache_loc[:0]
+    rows = index.stored(data)[: 0 if observed.step.stored else None]
+    slots = data.out_cache_loc[rows]
     for place, layer in enumerate(_layers_of(case, len(after))):
         keys, scales = keys_of(after[place]).flatten(0, 1), scales_of(after[place]).flatten()
-        given = index.k[layer, : len(slots)].float()
+        given = index.k[layer, rows].float()
         want = index_scales(given, scale_of(case))
         got, held = scales[slots], keys[slots].float().double()
         # NaN is not within any limit.
@@ -79,24 +80,24 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
         right = ((held - exact).abs() <= _SLACK * (exponent - 4).exp2()).all(-1)
         wrong = ~(right & right_scale)
         if wrong.any():
-            row = int(wrong.nonzero()[0])
-            which = "key" if bool(right_scale[row]) else "scale"
-            dim = int((held[row] - exact[row]).abs().nan_to_num(torch.inf).argmax())
+            at = int(wrong.nonzero()[0])
+            which = "key" if bool(right_scale[at]) else "scale"
+            dim = int((held[at] - exact[at]).abs().nan_to_num(torch.inf).argmax())
             value = (
-                f"number {dim} is {number(float(held[row, dim]))}, want {number(float(exact[row, dim]))} in units of "
+                f"number {dim} is {number(float(held[at, dim]))}, want {number(float(exact[at, dim]))} in units of "
                 "the scale"
                 if which == "key"
-                else f"the scale is {float(got[row]):.9g}, want {float(want[row]):.9g}"
+                else f"the scale is {float(got[at]):.9g}, want {float(want[at]):.9g}"
             )
             return [
                 Finding(
                     "index-stored",
                     f"the index pool does not hold the {which} of a token of this step",
-                    where=f"{_rank(case, place)}{_token(comparison, layer, row)}, "
-                    f"{_slot(comparison, int(slots[row]))}: {value}",
+                    where=f"{_rank(case, place)}{_token(comparison, layer, int(rows[at]))}, "
+                    f"{_slot(comparison, int(slots[at]))}: {value}",
                     spread=f"tokens that are wrong: {int(wrong.sum())} of {len(slots)}",
                     hint=_of_other_ranks(case, data, place, wrong)
-                    or _of_storage(comparison, after, place, layer, slots),
+                    or _of_storage(comparison, after, place, layer, rows),
                     step=observed.label,
                 )
             ]
@@ -179,12 +180,12 @@ def _of_other_ranks(case: Case, data: StepData, place: int, wrong: torch.Tensor)
     return f"these are the tokens of other ranks: {rank} stores the index keys of all tokens, in batch.index_cache_loc"
 
 
-def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: int, slots: torch.Tensor) -> str:
-    """Hint for index keys that are stored elsewhere."""
+def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: int, rows: torch.Tensor) -> str:
+    """Hint for index keys of ``rows`` [n] that are stored elsewhere."""
     case = comparison.observed.schedule.case
     assert case.indexer is not None
     index = make_index_data(comparison.observed.schedule, comparison.observed.step)
-    given = index.k[layer].float()
+    slots, given = comparison.expected.data.out_cache_loc[rows], index.k[layer, rows].float()
     scale = index_scales(given, scale_of(case))
     want = (given / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     # As rows of 132 bytes, a key and its scale.
@@ -197,7 +198,7 @@ def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: 
         if other != place and torch.equal(there, scale) and not torch.equal(got, scale):
             return f"the scales are in the pool of {case.layers.name(of_other)}: layers share a view of scales"
     for of_other in index_layers(case):
-        if of_other != layer and torch.equal(got, index_scales(index.k[of_other].float(), scale_of(case))):
+        if of_other != layer and torch.equal(got, index_scales(index.k[of_other, rows].float(), scale_of(case))):
             return f"it holds the scales of {case.layers.name(of_other)}: layers share a view of scales"
     dialect = index_scales(given, "amax" if case.indexer.pow2 else "power_of_two")
     if torch.equal(got, dialect) and not torch.equal(dialect, scale):

@@ -58,7 +58,7 @@ class Selected:
             for layer, keys in raw.items()
         }
         places = {layer: _places(keys, data, index, slots=selection.slots) for layer, keys in own.items()}
-        seen = data.visible.sum(-1)[data.row_request, data.row_offset]
+        seen = data.visible.sum(-1)[data.row_request, index.offsets(data)]
         return cls(observed, data, index, raw, places, seen, memory)
 
     def mask(self, layer: int, each: RowScores) -> torch.Tensor:
@@ -125,6 +125,11 @@ def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
             "keys of this step are not selected: probably they are scored before they are stored, or lengths do not "
             "count them"
         )
+    if selected.observed.schedule.case.draft and _lacks_new(selected, layer, 1):
+        return (
+            "tokens that the draft adds after its first are not selected: probably the lengths of the indexer are "
+            "planned once per draft, and not per forward"
+        )
     if malformed:
         return ""
     long = [each for each in selected.scores(layer) if len(each.scores) > _topk(selected)]
@@ -175,9 +180,11 @@ def _late_in_a_bin(long: Sequence[RowScores], taken: Mapping[int, torch.Tensor],
     )
 
 
-def _lacks_new(selected: Selected, layer: int) -> bool:
-    """True if each row selects the best of the keys before the step: all of them, if they are at most top-k."""
-    prefixes = [request.prefix for request in selected.observed.step.requests]
+def _lacks_new(selected: Selected, layer: int, first: int = 0) -> bool:
+    """True if each row selects the best of the keys before the step and of the ``first`` new ones: all of them, if they
+    are at most top-k.
+    """
+    prefixes = [request.prefix + first for request in selected.observed.step.requests]
     for each in selected.scores(layer):
         taken, prefix = selected.mask(layer, each), prefixes[each.request]
         old = RowScores(each.row, each.request, each.scores[:prefix], each.margin[:prefix])

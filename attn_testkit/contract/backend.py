@@ -185,7 +185,9 @@ class AttentionBackend(ABC):
         the scale of key s. A row selects the min(topk, keys that it may see) keys with the highest scores; its own key
         may be one of them. Rows of padded requests may hold anything. An index is what ``Sparse.index_space`` says.
 
-        Called before each ``forward``, which usually gets this result as ``selected``. May run under capture.
+        Called before each ``forward``, which usually gets this result as ``selected``, but not before one that gets the
+        result of another layer (``reuses_selection``) or of a draft's first forward (``Indexer.drafts``). May run under
+        capture.
         """
         raise NotImplementedError(f"{type(self).__name__} declares an indexer but does not define select")
 

@@ -104,7 +104,8 @@ class AttentionLayer(OfHeadLayout):
     index_heads: int = 0
     """Query heads of the layer's indexer. 0: selections are given."""
     reuses_selection: bool = False
-    """True if the layer attends to the keys that the layer before it selected. Such a layer has no index keys."""
+    """True if the layer attends to the keys that the last layer before it which selects has selected. Such a layer has
+    no index keys."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"

@@ -9,10 +9,11 @@ from .context import BackendContext
 from .declared import Declared, is_whole, spelled
 from .refusal import Refusal
 
-__all__ = ["INDEX_SCALES", "INDEX_SPACES", "INDEX_SUMS", "Indexer", "Sparse"]
+__all__ = ["INDEX_SCALES", "INDEX_SPACES", "INDEX_SUMS", "SELECTING_FORWARDS", "Indexer", "Sparse"]
 
 INDEX_SPACES = ("positions", "slots")
 INDEX_SCALES = ("amax", "power_of_two")
+SELECTING_FORWARDS = ("each", "first")
 INDEX_SUMS = {"float32": 2.0**-24, "fp22": 2.0**-13}
 """Sums of products -> their unit of rounding."""
 
@@ -33,7 +34,13 @@ class Indexer(Declared):
     """How is a key's scale computed? Default, ``amax``: its largest magnitude over 448. ``power_of_two``: that
     quotient, rounded up to a power of two (UE8M0)."""
     reuses_selections: bool = False
-    """May a layer use the selection of the layer before it? It has no index keys then (``index_topk_freq``)."""
+    """May a layer use the selection of a layer before it? It has no index keys then (``index_topk_freq``). All layers
+    between the two use that selection, too."""
+    drafts: Set[str] = frozenset()
+    """Which forwards of a draft-decode may select? Default, none: a draft attends to keys that were selected before it,
+    as in SGLang since #29787. ``each``: every forward stores its index keys and selects. ``first``: the first one does,
+    and those after it attend to the keys that it selected, so to no token that the draft adds after its first
+    (``index_share_for_mtp_iteration``: vLLM #44420, TensorRT-LLM #15806). Only drafts of one branch have an indexer."""
     replicated: bool = False
     """May the instance be a rank of decode context parallelism (``LogSumExp.ranks``)? Then each rank stores the index
     keys of all tokens in an index pool of its own (``BackendContext.index_req_to_token``), and selects for itself."""
@@ -52,6 +59,11 @@ class Indexer(Declared):
             )
         self._set("heads", frozenset(heads))
         spelled("scale", self.scale, INDEX_SCALES)
+        self._check_words("drafts", SELECTING_FORWARDS)
+        if self.drafts and self.fused:
+            raise ValueError(
+                "Indexer.drafts excludes fused: forwards of a draft share a selection that select returned"
+            )
         spelled("sums", self.sums, tuple(INDEX_SUMS))
         self._check_flags()
 

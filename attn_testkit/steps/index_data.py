@@ -20,6 +20,7 @@ from ..contract import INDEX_WIDTH, IndexPool
 from .data import (
     DTYPES,
     KEPT_BYTES,
+    StepData,
     bytes_in,
     make_step_data,
     numbers_of,
@@ -60,12 +61,27 @@ class IndexData:
     """[L, S, 128] in the model's dtype: the index key of each slot that a request owns."""
     slots: tuple[Ints, ...]
     """Slots of the keys of each request."""
+    first: bool = False
+    """True if only the first row of a request selects, and its others use that selection: later forwards of a draft."""
+
+    def offsets(self, data: StepData) -> torch.Tensor:
+        """[T] int64: offset of the row whose query selects for each row, and which sees the keys that compete."""
+        return data.row_offset * (not self.first)
+
+    def stored(self, data: StepData) -> torch.Tensor:
+        """[n] int64: rows whose index keys are stored."""
+        return (data.row_offset == self.offsets(data)).nonzero()[:, 0]
 
 
 def index_layers(case: Case) -> list[int]:
     """Layers that have index keys."""
     assert case.indexer is not None
     return [layer for layer in range(case.layers.count) if case.indexer.source(layer) == layer]
+
+
+def selects_once(case: Case) -> bool:
+    """True if later forwards of a draft use the selection of the first one."""
+    return case.indexer is not None and case.indexer.first and case.draft is not None
 
 
 def scale_of(case: Case) -> str:
@@ -184,12 +200,16 @@ def _drawn(schedule: Schedule, step: Step) -> IndexData:
                 raise AssertionError(f"{case.id}: no query of {_TRIES} has scores of the kind that the case needs")
     if case.indexer.is_exact:
         weights[:, ::2] *= _LARGE_GATES
+    if selects_once(case):
+        of_first = (torch.arange(rows) - data.row_offset).numpy()
+        q, weights = q[:, of_first], weights[:, of_first]
     return IndexData(
         torch.from_numpy(q).to(torch.float8_e4m3fn),
         torch.from_numpy(weights),
         by_slot[:, data.out_cache_loc],
         by_slot,
         tuple(request.slots for request in step.requests),
+        selects_once(case),
     )
 
 
@@ -205,7 +225,8 @@ def index_memory(schedule: Schedule, step: Step, *, after: bool) -> torch.Tensor
     pool = IndexPool((schedule.num_pages + 1) * case.page_size, layers, scale_of(case), torch.device("cpu"))
     pool.memory.fill_(0xFF)
     by_slot = make_index_data(schedule, step).by_slot
-    owned = [request.slots[: request.prefix + (request.new if after else 0)] for request in step.requests]
+    new = [after * (1 if selects_once(case) else request.new) for request in step.requests]
+    owned = [each.slots[: each.prefix + count] for each, count in zip(step.requests, new, strict=True)]
     live = torch.zeros(by_slot.shape[1], dtype=torch.bool)
     for each in owned:
         live[torch.from_numpy(each)] = True

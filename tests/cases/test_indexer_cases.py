@@ -159,8 +159,8 @@ def test_each_server_variant_of_a_mode_has_a_case_with_an_indexer(
 def test_without_an_indexer_and_in_draft_decode_nothing_is_added() -> None:
     given = IndexerParent.capabilities.with_changes(sparse=Sparse(topk={16, 256}))
     assert not any(case.indexer for mode in ForwardMode for case in generate(given, mode, "core"))
-    drafts = generate(TorchNativeSparseBackend.capabilities, ForwardMode.DRAFT_DECODE, "core")
-    assert not any(case.indexer for case in drafts)
+    of_targets = TorchNativeSparseBackend.capabilities.with_changes(sparse={"indexer": Indexer({4, 64})})
+    assert not any(case.indexer for case in generate(of_targets, ForwardMode.DRAFT_DECODE, "core"))
 
 
 # Scores beyond 2^31 bytes.

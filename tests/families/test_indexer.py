@@ -20,7 +20,9 @@ from attn_testkit.results.case_result import Status
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.index_data import IndexData, index_memory, make_index_data
 from attn_testkit.steps.schedule import make_schedule, only
+from attn_testkit_corpus.faults import s_draft_selections as drafts
 from attn_testkit_corpus.faults import s_indexers as faults
+from attn_testkit_corpus.faults import s_shared_selections as shared
 from attn_testkit_corpus.faults.controls_of_selections import (
     IndexerFused,
     IndexerOneBuffer,
@@ -33,6 +35,7 @@ DECODE = "decode-mqa4-d64-bf16-p16-k100.37-shuffled-gauss-sel16-idx4{}-b4prod"
 VERIFY = "target-verify-mqa4-d64-bf16-p16-k40.9.100-chain4-shuffled-gauss-sel16-idx4{}-b4nan"
 EXTEND = "extend-mqa4-d64-bf16-p16-k40.9-n20a30.10-chunks2-shuffled-gauss-sel16-idx4{}-b3prod"
 V2 = "draft-extend-v2-mla16-d64r32-bf16-p16-k40.9-n4a4.2-shuffled-gauss-sel16-idx4{}-b2prod"
+DRAFT = "draft-decode-mqa4-d64-bf16-p16-k100.37-topk1steps4-shuffled-gauss-sel16-idx4{}-b2prod"
 MODES = [DECODE, VERIFY, EXTEND, V2]
 
 
@@ -151,6 +154,27 @@ def test_a_layer_that_reuses_a_selection_attends_that_of_the_layer_before() -> N
     assert index_memory(schedule, step, after=False).shape[0] == 1
 
 
+def test_several_layers_use_a_selection_and_the_one_after_them_selects() -> None:
+    case = parse_case(DECODE.replace("idx4{}-b4prod", "idx4reuse3-layers5from0-b2prod"))
+    assert [layer.reuses_selection for layer in make_layers(case)] == [False, True, True, False, True]
+    with pytest.raises(ValueError, match="cannot share one: leave out reuse or ties"):
+        parse_case(DECODE.format("reuse4ties"))
+
+
+def test_later_forwards_of_a_draft_use_what_the_first_selected_and_store_no_index_keys() -> None:
+    for kind, stored in (("", 3), ("first", 1)):
+        schedule, step = first_step(DRAFT.format(kind))
+        data, (request, _) = make_sparse_data(schedule, step), step.requests
+        keys = best_keys(schedule, data, data.index)[0, :3]
+        assert len({tuple(sorted(row)) for row in keys.tolist()}) == stored
+        before, after = (index_memory(schedule, step, after=each) for each in (False, True))
+        assert int((before != after).view(2, -1, 64 * 132)[0].any()) == 1
+        new = request.slots[request.prefix :]
+        scales = scales_of(after[0]).flatten()[new]
+        assert int(scales.isfinite().sum()) == stored
+    assert int(keys.max()) <= request.prefix, "no token that the draft adds after its first is attended to"
+
+
 def test_a_pair_is_wrong_only_beyond_both_margins() -> None:
     scores = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     taken = torch.tensor([True, False, True])
@@ -217,6 +241,48 @@ def test_the_attention_of_exact_data_has_the_selection_of_the_backend() -> None:
     assert found[0].check == "steps-independent"
 
 
+OF_FOUR_LAYERS = DECODE.replace("idx4{}-b4prod", "idx4reuse4-layers6from3-b2prod")
+OF_TWO_BATCHES = DECODE.replace("k100.37", "k9.70.1.33").replace("idx4{}-b4prod", "idx4reuse-b4prod-two_batch_overlap")
+
+
+@pytest.mark.parametrize(
+    ("backend", "case_id", "layer", "hint"),
+    [
+        (shared.SharedSelectionIsNotHandedOn, OF_FOUR_LAYERS, "layer 6", "does not hand it on"),
+        (shared.SharedSelectionOfTheOtherBatch, OF_TWO_BATCHES, "layer 1", "without two-batch overlap"),
+        (shared.SharedSelectionIsLookedUpTwice, DECODE.format("reuse"), "layer 1", "only layers that use"),
+    ],
+)
+def test_a_hint_says_which_layers_of_a_shared_selection_are_wrong(backend, case_id: str, layer: str, hint: str) -> None:
+    found = findings(backend, case_id)[0]
+    assert f"out[{layer}, " in found.where
+    assert hint in found.hint
+    assert not findings(shared.SelectionInABuffer, case_id)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "check", "hint"),
+    [
+        (drafts.DraftSelectionIsNotCompacted, "first", "matches-oracle", "only later forwards"),
+        (drafts.DraftSelectionIsCleared, "first", "matches-oracle", "only later forwards"),
+        (drafts.DraftIndexerOfTheFirstLengths, "", BEST, "planned once per draft"),
+        (drafts.DraftIndexKeysInSlotsOfAllForwards, "", STORED, ""),
+    ],
+)
+def test_drafts_that_select_are_judged(backend, kind: str, check: str, hint: str) -> None:
+    found = findings(backend, DRAFT.format(kind))[0]
+    assert found.check == check
+    assert hint in found.hint
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [(drafts.DraftIndexer, ""), (drafts.DraftIndexer, "first"), (TorchNativeSparseBackend, "reusefirst")],
+)
+def test_a_right_indexer_of_a_draft_passes(backend, kind: str) -> None:
+    assert not findings(backend, DRAFT.format(kind))
+
+
 @pytest.mark.parametrize(
     ("backend", "case_id"),
     [
@@ -250,7 +316,9 @@ def test_cases_have_what_is_declared() -> None:
     for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):
         cases = generate(declared, mode, "core")
         assert {str(case.indexer) for case in cases} >= {"None", "idx4", "idx4reuse", "idx4ties", "idx4gauss", "idx64"}
-    assert not any(case.indexer for case in generate(declared, ForwardMode.DRAFT_DECODE, "core"))
+    cases = generate(declared, ForwardMode.DRAFT_DECODE, "core")
+    assert {str(case.indexer) for case in cases} >= {"None", "idx4", "idx4first", "idx4reuse", "idx4ties", "idx4gauss"}
+    assert {case.draft.branches for case in cases if case.indexer} == {1}
     fused = generate(IndexerFused.capabilities, ForwardMode.DECODE, "core")
     assert {str(case.indexer) for case in fused} == {"idx4fused"}
 
@@ -262,6 +330,14 @@ def test_a_wrong_declaration_is_refused() -> None:
         Indexer(heads=set())
     with pytest.raises(ValueError, match="did you mean 'power_of_two'"):
         Indexer(heads={4}, scale="power_of_2")
+    with pytest.raises(ValueError, match="unknown drafts 'last'"):
+        Indexer(heads={4}, drafts={"last"})
+    with pytest.raises(ValueError, match="drafts excludes fused"):
+        Indexer(heads={4}, drafts={"first"}, fused=True)
+    with pytest.raises(ValueError, match="servers with an indexer draft chains"):
+        parse_case(DRAFT.format("").replace("topk1", "topk2"))
+    with pytest.raises(ValueError, match="cannot share one: leave out first or ties"):
+        parse_case(DRAFT.format("firstties"))
     with pytest.raises(ValueError, match="add a word such as sel16"):
         parse_case("decode-mqa4-d64-bf16-p16-k9-shuffled-gauss-idx4-b1prod")
 

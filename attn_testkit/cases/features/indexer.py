@@ -10,6 +10,7 @@ from ...contract import BackendContext, Capabilities, ForwardMode, Indexer
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..indexing import INDEX_DATA, PATTERN, Indexing
+from ..layers import PERIOD
 from .feature import (
     Asked,
     Bound,
@@ -34,9 +35,9 @@ _FEW_HEADS = 8
 
 
 def _of(declared: Capabilities, mode: ForwardMode) -> Indexer | None:
-    """The indexer that is declared in a mode; draft-decode has none, because a draft attends to keys that its target
-    selected."""
-    return declared.sparse.indexer if declared.sparse and mode is not ForwardMode.DRAFT_DECODE else None
+    """The indexer that is declared in a mode; None in a draft-decode that attends to keys selected before it."""
+    indexer = declared.sparse.indexer if declared.sparse else None
+    return None if indexer and mode is ForwardMode.DRAFT_DECODE and not indexer.drafts else indexer
 
 
 def _words(case: Fields) -> str:
@@ -46,7 +47,8 @@ def _words(case: Fields) -> str:
     scale = "powers of two" if each.pow2 else "amax / 448"
     more = (
         ", in forward" * each.fused
-        + ", whose selections two layers use" * each.reuse
+        + f", of whose selections each is for {each.reuse} layers" * each.shared
+        + " in the first forward of a draft" * each.first
         + f", {each.data}" * bool(each.data)
     )
     return f"an indexer{' on each rank' * has_own_pools(case)} of {each.heads} heads with scales {scale}{more}"
@@ -62,8 +64,9 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         each.heads in indexer.heads
         and each.pow2 == (indexer.scale == "power_of_two")
         and each.fused == indexer.fused
-        and each.reuse <= indexer.reuses_selections
+        and each.shared <= indexer.reuses_selections
         and has_own_pools(case) <= indexer.replicated
+        and (("first" if each.first else "each") in indexer.drafts if case.draft else not each.first)
         and (each.is_exact or not indexer.fused)
     )
 
@@ -74,15 +77,17 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
         return {}
     if indexer is None or has_own_pools(case) > indexer.replicated:
         return {"indexer": None}
-    return {"indexer": _like(indexer, each or Indexing(0))}
+    return {"indexer": _like(indexer, each or Indexing(0), case.mode)}
 
 
-def _like(indexer: Indexer, each: Indexing) -> Indexing:
+def _like(indexer: Indexer, each: Indexing, mode: ForwardMode) -> Indexing:
     """The declared indexer that is most similar to ``each``."""
     heads = each.heads if each.heads in indexer.heads else _usual_heads(indexer)
-    data = "" if indexer.fused else each.data
-    reuse = each.reuse and indexer.reuses_selections
-    return Indexing(heads, indexer.scale == "power_of_two", indexer.fused, reuse, data)
+    reuse = each.reuse if indexer.reuses_selections else 1
+    drafts = indexer.drafts if mode is ForwardMode.DRAFT_DECODE else ()
+    first = "first" in drafts and (each.first or "each" not in drafts)
+    data = "" if indexer.fused or first else each.data
+    return Indexing(heads, indexer.scale == "power_of_two", indexer.fused, reuse, first, data)
 
 
 def _usual_heads(indexer: Indexer) -> int:
@@ -94,9 +99,12 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, 
     if indexer is None:
         return {}
     data = ("",) if indexer.fused else INDEX_DATA
-    kinds = [_like(indexer, Indexing(0, data=each)) for each in data]
+    kinds = [_like(indexer, Indexing(0, data=each), mode) for each in data]
     if indexer.reuses_selections:
-        kinds.insert(1, replace(kinds[0], reuse=True))
+        kinds.insert(1, replace(kinds[0], reuse=PERIOD))
+    if mode is ForwardMode.DRAFT_DECODE and "first" in indexer.drafts:
+        kinds.insert(1, replace(kinds[0], first=True))
+    kinds = list(dict.fromkeys(kinds))
     # Half of the cases have selections of the kit, whose patterns and -1 no indexer gives.
     return {"indexer": kinds if indexer.fused else [None, *kinds, *[None] * (len(kinds) - 1)]}
 
@@ -111,10 +119,13 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     each = case.indexer
     if each is not None:
-        if each.reuse:
-            yield {"indexer": replace(each, reuse=False)}
+        for reuse in (1, PERIOD):
+            if each.reuse > reuse:
+                yield {"indexer": replace(each, reuse=reuse)}
         if each.data:
             yield {"indexer": replace(each, data="")}
+        if each.first:
+            yield {"indexer": replace(each, first=False)}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -152,13 +163,18 @@ def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
     selection = case.selection or SELECTION.fit(declared, case)["selection"]
     topk = selection.topk
     keys = tuple(4 * topk + 3 * place + each for place, each in enumerate(case.prefixes))
-    return {"indexer": _like(indexer, Indexing(value)), "selection": selection, "prefixes": keys}
+    return {"indexer": _like(indexer, Indexing(value), case.mode), "selection": selection, "prefixes": keys}
 
 
 def _wrong(case: Fields) -> str:
-    if not case.indexer or case.selection:
-        return ""
-    return f"{case.indexer} selects keys, but layers attend to all keys: add a word such as sel16"
+    each = case.indexer
+    if each and not case.selection:
+        return f"{each} selects keys, but layers attend to all keys: add a word such as sel16"
+    if each and each.shared and not each.is_exact:
+        return f"{each} has several right selections, so layers cannot share one: leave out reuse or {each.data}"
+    if each and each.first and not each.is_exact:
+        return f"{each} has several right selections, so forwards cannot share one: leave out first or {each.data}"
+    return ""
 
 
 INDEXER = Feature(
@@ -166,7 +182,13 @@ INDEXER = Feature(
     order=260,
     fields=("indexer",),
     option=True,
-    traits=(Trait("indexer", lambda case: case.indexer is not None),),
+    traits=(
+        Trait(
+            "indexer",
+            lambda case: case.indexer is not None,
+            excludes={"branches of a draft": "servers with an indexer draft chains"},
+        ),
+    ),
     wrong=_wrong,
     words=(
         Word(
@@ -209,6 +231,19 @@ INDEXER = Feature(
             numbers=True,
         ),
         Entry(
+            "idx4reuse4",
+            "An indexer of 4 heads, whose selections are each for 4 layers: the one that selects, and the 3 after it.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4first",
+            "draft-decode: an indexer of 4 heads that selects in the first forward. Later forwards attend to the keys "
+            "that it selected.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
             "idx4ties",
             "An indexer of 4 heads whose keys have equal scores, except for a few, so several selections are right.",
             page="how-to/selected-keys.md",
@@ -242,7 +277,16 @@ INDEXER = Feature(
         option(
             "layers that use another layer's selection",
             lambda declared, mode: bool((indexer := _of(declared, mode)) and indexer.reuses_selections),
-            lambda case: case.indexer is not None and case.indexer.reuse and case.layers.count > 1,
+            lambda case: case.indexer is not None and case.indexer.shared and case.layers.count > 1,
+        ),
+        option(
+            "forwards of a draft that use the selection of the first",
+            lambda declared, mode: bool(
+                mode is ForwardMode.DRAFT_DECODE and (indexer := _of(declared, mode)) and "first" in indexer.drafts
+            ),
+            lambda case: (
+                case.indexer is not None and case.indexer.first and case.draft is not None and case.draft.forwards > 1
+            ),
         ),
     ),
     simpler=of_fields("indexer", steps=_simpler),

@@ -274,6 +274,7 @@ ROWS = Feature(
     traits=(
         Trait("requests without rows", lambda case: case.mode is ForwardMode.EXTEND and 0 in case.new),
         Trait("branching trees", lambda case: case.topk > 1),
+        Trait("branches of a draft", lambda case: case.draft is not None and case.draft.branches > 1),
     ),
     wrong=_wrong,
     words=(

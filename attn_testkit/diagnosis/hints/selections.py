@@ -96,6 +96,41 @@ def values_by_a_factor(e: Evidence) -> str:
     )
 
 
+@hint(Level.PATTERN, family="sparse")
+def layers_that_share_a_selection(e: Evidence) -> str:
+    """Layers that select are right, and layers that use their selections are wrong."""
+    indexer = e.schedule.case.indexer
+    if indexer is None or not indexer.shared:
+        return ""
+    # For each layer, the number of layers after the one that selects.
+    after = [place - indexer.source(place) for place in range(len(e.wrong_layers))]
+    wrong = {each for each, bad in zip(after, e.wrong_layers, strict=True) if bad}
+    if not wrong or 0 in wrong:
+        return ""
+    if 1 in wrong:
+        return (
+            "only layers that use the selection of a layer before them are wrong: probably they read indices that "
+            "another layer, batch or step has stored since, or look indices up that were looked up before"
+        )
+    return (
+        "layers that use a selection are right directly after the layer that selects, and wrong later: probably a "
+        "layer that uses a selection does not hand it on"
+    )
+
+
+@hint(Level.PATTERN, family="sparse")
+def later_forwards_of_a_draft(e: Evidence) -> str:
+    """The first forward of a draft is right, and forwards that use its selection are wrong."""
+    indexer, data = e.schedule.case.indexer, e.expected.data
+    if indexer is None or not indexer.first or not e.rows or not bool((data.row_offset[e.rows] > 0).all()):
+        return ""
+    return (
+        "only later forwards of a draft are wrong, which attend to what the first one selected: probably they read "
+        "rows of other requests, as if a request had several, or a forward without an indexer clears or stores the "
+        "selection"
+    )
+
+
 @hint(Level.PLACE, when=_other_keys, family="sparse")
 def other_index_space(e: Evidence) -> str:
     """A row reads none of its selected KV tokens, as if their indices had another meaning."""

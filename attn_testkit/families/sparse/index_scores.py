@@ -54,6 +54,7 @@ def row_scores(
     ``unit``: rounding of the sums; 0 for data whose scores are exact. ``relu`` or ``gates`` False: mistakes, whose
     scores explain a wrong selection.
     """
+    offsets = index.offsets(data)
     q, weights = index.q[layer].double(), index.weights[layer].double()
     for request, slots in enumerate(index.slots):
         rows = (data.row_request == request).nonzero()[:, 0]
@@ -66,7 +67,7 @@ def row_scores(
             sizes = torch.einsum("thn,th->tn", q[rows].abs() @ own.abs().T, gate.abs()) * own_scales
             margin = unit * (INDEX_WIDTH + gate.shape[1] + _ROUNDINGS) * sizes
         for place, row in enumerate(rows.tolist()):
-            seen = data.visible[request, int(data.row_offset[row]), : len(slots)]
+            seen = data.visible[request, int(offsets[row]), : len(slots)]
             yield RowScores(row, request, scores[place][seen], margin[place][seen])
 
 

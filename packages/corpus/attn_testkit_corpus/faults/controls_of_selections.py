@@ -8,7 +8,9 @@ from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
 
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerOnRanks, IndexerParent
+from .s_draft_selections import DraftIndexer
 from .s_non_causal import NonCausalIndexer
+from .s_shared_selections import SelectionInABuffer
 from .s_wider_buffers import IndexerOfViews, SparseOfViews
 from .sparse import (
     GroupedSparse,
@@ -133,6 +135,16 @@ class IndexerOneBuffer(IndexerParent):
         if len(found) > len(self.buffer):
             return found
         return self.buffer[: len(found)].copy_(found)
+
+
+@control("selection-in-a-buffer")
+class SlotsOfSelectionsInABuffer(SelectionInABuffer):
+    """Layers that use the selection of another read its slots from a buffer of their instance (vLLM, ATOM)."""
+
+
+@control("draft-indexer")
+class DraftsThatSelect(DraftIndexer):
+    """Each forward of a draft selects, or later ones use what the first selected, in a buffer (vLLM, ATOM)."""
 
 
 @control("sparse-with-sums")
