@@ -11,7 +11,7 @@ import torch
 from ...cases.state import EXACT_GATES, NEAR_EPSILON, STATE_DATA
 from ...contract import StateLayer
 from ...families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake, ChunkSlip
-from ...families.recurrent.data import StateStepData
+from ...families.recurrent.data import StateStepData, has_values_beyond_fp16
 from ...families.recurrent.recurrence import gates_of_rows, recur
 from ...steps.data import DTYPES
 from .evidence import Evidence
@@ -173,6 +173,18 @@ def first_wrong_row(e: Evidence) -> str:
 
 
 _FEWEST_ROWS = 3
+
+
+@hint(Level.PATTERN, silences=("decays_that_are_right", "first_wrong_row"), family="recurrent")
+def only_values_beyond_fp16(e: Evidence) -> str:
+    """Only the head is wrong whose values are beyond the range of fp16."""
+    heads = e.comparison.wrong.any(-1).flatten(0, 1).any(0)
+    if not has_values_beyond_fp16(e.schedule.case, e.step.data) or len(heads) < 2 or not heads[0] or heads[1:].any():
+        return ""
+    return (
+        "only head 0 is wrong, whose values in this case are beyond the range of fp16 (65,504): an input, a product or "
+        "a state probably passes through fp16"
+    )
 
 
 @hint(Level.PLACE, when=lambda e: e.changed is not None, family="recurrent")
