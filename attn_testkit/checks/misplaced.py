@@ -57,13 +57,13 @@ def held_instead(
         return f"it holds {other}"
     layout = case.kv_layout
     if owner[slot] != NEW:
-        packed = _packed(observed)
-        for plane in packed.scale_planes if packed else ():
-            rows = (packed.raw(_bytes(each[layer, part]), plane) for each in (got, want)) if packed else ()
-            if text := _other_order(observed, *rows, owner, part, plane.name):
-                return text
-        if packed and (planes := _only_some_planes(observed, got, want, owner, at)):
-            return f"{planes}: probably a store that is wider than a row, or that resets scales of other tokens"
+        if packed := _packed(observed):
+            for plane in packed.scale_planes:
+                held, due = (packed.raw(_bytes(each[layer, part]), plane) for each in (got, want))
+                if text := _other_order(observed, held, due, owner, part, plane.name):
+                    return text
+            if planes := _only_some_planes(observed, got, want, owner, at):
+                return f"{planes}: probably a store that is wider than a row, or that resets scales of other tokens"
         if text := _other_order(observed, got[layer, part], want[layer, part], owner, part):
             return text
         planes = _only_some_planes(observed, got, want, owner, at)

@@ -132,10 +132,10 @@ def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
     taken = {each.row: selected.mask(layer, each) for each in long}
     if _bits(long, taken, _topk(selected)) < _TELLING:
         return ""
-    found = tuple(_of_scores(selected, layer, long, taken))
-    if len(found) > 1:
-        return f"one of these mistakes, which select the same keys here: {'; or '.join(found)}"
-    return "".join(found) or _of_other_rows(selected, layer, long) or _late_in_a_bin(long, taken, _topk(selected))
+    fitting = tuple(_of_scores(selected, layer, long, taken))
+    if len(fitting) > 1:
+        return f"one of these mistakes, which select the same keys here: {'; or '.join(fitting)}"
+    return "".join(fitting) or _of_other_rows(selected, layer, long) or _late_in_a_bin(long, taken, _topk(selected))
 
 
 def _bits(long: Sequence[RowScores], taken: Mapping[int, torch.Tensor], topk: int) -> float:
