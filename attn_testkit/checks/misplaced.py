@@ -57,8 +57,13 @@ def held_instead(
         return f"it holds {other}"
     layout = case.kv_layout
     if owner[slot] != NEW:
-        if _packed(observed) and (planes := _only_some_planes(observed, got, want, owner, at)):
-            return f"{planes}: probably a store that is wider than a row, or that resets scales of other tokens"
+        if packed := _packed(observed):
+            for plane in packed.scale_planes:
+                held, due = (packed.raw(_bytes(each[layer, part]), plane) for each in (got, want))
+                if text := _other_order(observed, held, due, owner, part, plane.name):
+                    return text
+            if planes := _only_some_planes(observed, got, want, owner, at):
+                return f"{planes}: probably a store that is wider than a row, or that resets scales of other tokens"
         if text := _other_order(observed, got[layer, part], want[layer, part], owner, part):
             return text
         planes = _only_some_planes(observed, got, want, owner, at)
@@ -67,6 +72,8 @@ def held_instead(
             return f"{planes}: probably slots, strides, or the order of heads and tokens in one of the two stores"
         return "" if layout == "nhd" else f"the KV pool of this case has layout {layout}: use all of its strides"
     if bool((row == got[layer, part][owner == UNOWNED][:1]).all()):
+        if text := _one_row_each(observed, got, want, new + page):
+            return text
         return f"it was not written, or a padded row overwrote it with NaN{_where_alone(observed, got, want, new)}"
     packed = _packed(observed)
     if packed and (
@@ -106,9 +113,13 @@ def held_instead(
     return f"it holds no live row of this step: {views}"
 
 
-def _other_order(observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, part: int) -> str:
+def _other_order(
+    observed: Observation, got: torch.Tensor, want: torch.Tensor, owner: torch.Tensor, part: int, what: str = ""
+) -> str:
     """Describe new rows of which each head lies where it would if a page had its heads before its tokens, or its tokens
-    before its heads, and the pool has the other order. ``got``, ``want`` [slots after page 0, Hk, D]."""
+    before its heads, and the pool has the other order. ``got``, ``want`` [slots after page 0, Hk, D], or only a plane
+    of them, which is named ``what``.
+    """
     size, heads = observed.schedule.case.page_size, got.shape[1]
     if size == 1 or heads == 1 or got.dim() != 3:
         return ""
@@ -123,9 +134,26 @@ def _other_order(observed: Observation, got: torch.Tensor, want: torch.Tensor, o
         moved = (at != token) | (of_head != head)
         lies = (got[start + at, of_head] == want[slot, head]).all(-1)
         if int(moved.sum()) >= _FEW_MOVED and bool(lies.all()):
+            if what:
+                return f"{what} of new rows of {'KV'[part]} are stored as if {order}, as in a pool of another layout"
             return (
                 f"new rows of {'KV'[part]} are stored as if {order}: each head of a row lies where that order puts it"
             )
+    return ""
+
+
+def _one_row_each(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor) -> str:
+    """Describe a store of only the first new row, or only the last, of each request (1bit-MONSTER #686). ``new``: slots
+    of this step's tokens."""
+    page = observed.pool.shape[2] - got.shape[2]
+    wrong = {int(slot) for slot in new if not torch.equal(got[:, :, slot - page], want[:, :, slot - page])}
+    rows = [request.slots[request.prefix :].tolist() for request in observed.step.requests if request.new]
+    branches = any(request.draft for request in observed.step.requests)
+    if branches or max((len(each) for each in rows), default=0) < 2:
+        return ""
+    for which, kept in (("first", slice(0, 1)), ("last", slice(-1, None))):
+        if wrong and wrong == {slot for each in rows for slot in each if slot not in each[kept]}:
+            return f"only the {which} new row of each request is stored, in every layer: a store of one row per request"
     return ""
 
 

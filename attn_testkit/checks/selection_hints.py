@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,20 +135,42 @@ def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
         return ""
     long = [each for each in selected.scores(layer) if len(each.scores) > _topk(selected)]
     taken = {each.row: selected.mask(layer, each) for each in long}
+    if _bits(long, taken, _topk(selected)) < _TELLING:
+        return ""
+    fitting = tuple(_of_scores(selected, layer, long, taken))
+    if len(fitting) > 1:
+        return f"one of these mistakes, which select the same keys here: {'; or '.join(fitting)}"
+    return "".join(fitting) or _of_other_rows(selected, layer, long) or _late_in_a_bin(long, taken, _topk(selected))
+
+
+def _bits(long: Sequence[RowScores], taken: Mapping[int, torch.Tensor], topk: int) -> float:
+    """Bits by which wrong rows contradict chance: another formula selects the keys of a row of 8 by chance once in 8
+    times if ``topk`` is 1."""
+    wrong = [len(each.scores) for each in long if consistent(each, taken[each.row]) is not None]
+    return sum(math.log2(math.comb(count, topk)) for count in wrong)
+
+
+_TELLING = 10.0
+"""Fewest bits that prove one of some ten mistakes."""
+
+
+def _of_scores(
+    selected: Selected, layer: int, long: Sequence[RowScores], taken: Mapping[int, torch.Tensor]
+) -> Iterator[str]:
+    """Every mistake in scores, or in their use, that explains the selection of every row."""
     topk = _topk(selected)
     if all(bool(taken[each.row][:topk].all()) for each in long):
-        return _first_keys(selected, layer, long)
+        yield _first_keys(selected, layer, long)
     if all(bool(taken[each.row][-topk:].all()) for each in long):
-        return f"the last {topk} keys of each row are selected, whatever their scores"
+        yield f"the last {topk} keys of each row are selected, whatever their scores"
     for mistake, text in _OF_SCORES:
         if _fits(selected.scores(layer, mistake=mistake), taken):
-            return text
+            yield text
     if _fits((_negated(each) for each in long), taken):
-        return "the keys of the lowest scores are selected, not those of the highest"
+        yield "the keys of the lowest scores are selected, not those of the highest"
     before = [other for other in selected.places if other < layer]
     if before and _fits(selected.scores(before[-1]), taken):
-        return "the selection is that of the layer before"
-    return _of_other_rows(selected, layer, long) or _late_in_a_bin(long, taken, topk)
+        yield "the selection is that of the layer before"
 
 
 def _late_in_a_bin(long: Sequence[RowScores], taken: Mapping[int, torch.Tensor], topk: int) -> str:
@@ -220,7 +243,7 @@ def _negated(each: RowScores) -> RowScores:
     return RowScores(each.row, each.request, -each.scores, each.margin)
 
 
-def _first_keys(selected: Selected, layer: int, long: list[RowScores]) -> str:
+def _first_keys(selected: Selected, layer: int, long: Sequence[RowScores]) -> str:
     """Hint for rows that select their first keys, by score or by position."""
     topk = _topk(selected)
     listed = [each.scores[selected.places[layer][each.row].clamp(min=0)] for each in long]
@@ -232,7 +255,7 @@ def _first_keys(selected: Selected, layer: int, long: list[RowScores]) -> str:
     return f"the first {topk} keys of each row are selected, by position, as if all scores were equal: are they 0?"
 
 
-def _of_other_rows(selected: Selected, layer: int, long: list[RowScores]) -> str:
+def _of_other_rows(selected: Selected, layer: int, long: Sequence[RowScores]) -> str:
     """Hint for rows that have the selection of another one."""
     by_row = {each.row: each for each in selected.scores(layer)}
     first = selected.data.row_offset

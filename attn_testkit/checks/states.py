@@ -20,6 +20,7 @@ from .comparison import BITS, Comparison, place_of_max
 from .describe import index_ranges, number, times
 from .evaluation import Evaluation
 from .observation import Observation
+from .state_contents import of_a_narrower_dtype, of_outputs
 from .state_tokens import read_text, token_text
 
 
@@ -284,7 +285,7 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
     new = torch.arange(want.shape[-1]) >= want.shape[-1] - news[:, None]
     if bool((news < want.shape[-1])[bad].all()) and not bool((differs.any(2).any(0) & new).any()):
         return "the wrong requests have fewer tokens than the window has columns, so older columns have to move up"
-    return ""
+    return of_outputs(after.data, after.windows, bad)
 
 
 def state_matches_oracle(observed: Observation, case: Case) -> list[Finding]:
@@ -344,7 +345,10 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     if want.shape[-1] == want.shape[-2]:
         others.append(("rows and columns are exchanged: the pool has the other order", want.mT))
     known = next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
-    return known or _of_chunks(after, bad)
+    known = known or _of_chunks(after, bad)
+    return known or of_a_narrower_dtype(
+        after.data.dtype, after.states[:, bad], want[:, bad], after.want.state_limit[:, bad]
+    )
 
 
 def _of_chunks(after: _After, bad: torch.Tensor) -> str:

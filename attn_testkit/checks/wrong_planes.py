@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..contract.row_format import ALL_NAN, HALVES, POWER_OF_TWO, PackedRows, Plane, in_tiles
+from ..contract.row_format import ALL_NAN, HALVES, LARGEST, POWER_OF_TWO, PackedRows, Plane, in_tiles
 from ..steps.packed_rows import holds_zeros
 
 Other = tuple[str, torch.Tensor]
@@ -37,7 +37,7 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, othe
         return f"its values are right, but its {' and '.join(plane.name for plane in scales)} are wrong: {why}"
     if not scales:
         return next((text for plane in wrong if (text := _numbers(packed, plane, row, want))), "")
-    return ""
+    return _in_other_units(packed, scales, row, want, [*others])
 
 
 def _alike(scales: torch.Tensor) -> bool:
@@ -101,6 +101,54 @@ def scales_held(
 
 _SAME_FACTOR = 0.1
 """Error that rounding scales to 8 bits may cause in the ratio of two."""
+
+
+def _in_other_units(
+    packed: PackedRows, wrong: Sequence[Plane], row: torch.Tensor, want: torch.Tensor, others: Sequence[Other]
+) -> str:
+    """Describe a row whose numbers fit its scales, which are not the right ones; empty if it means something else.
+
+    ``wrong``: planes of scales that are wrong.
+    """
+    if len(wrong) != 1 or packed.zeros_of(wrong[0]) is not None:
+        return ""
+    scales, part = wrong[0], packed.part(wrong[0])
+    numbers = packed.numbers_of(scales)
+    held, due = (in_tiles(packed.unpack(each)[..., part].double(), scales.tile) for each in (row, want))
+    own, right = (_scales(packed, scales, each)[..., None] for each in (row, want))
+    largest, differs = LARGEST[numbers.dtype], (own != right)[..., 0]
+    # A number is off by half a unit, or by half of the last of its few bits, and is cut off at the largest one.
+    off = (held - due).abs() <= (own + right) * _HALF + due.abs() * _ROUNDING_OF.get(numbers.dtype, 0.0)
+    cut = (held.abs() >= largest * own * (1 - _HALF_A_UNIT)) & (due.abs() >= held.abs()) & (held * due > 0)
+    if not bool((off | cut).all()) or not bool(due[differs].any(-1).all()):
+        return ""
+    heads = differs.any(-1).nonzero().flatten().tolist()
+    names = [
+        [name for name, other in others if torch.equal(packed.raw(other, scales)[head], packed.raw(row, scales)[head])]
+        for head in heads
+    ]
+    saturated = ", and numbers beyond the largest one are cut off" if bool(cut[differs].any()) else ""
+    text = f"its numbers fit its {scales.name}, but these are not the right ones"
+    if all(names):
+        whose = dict.fromkeys(each[0] for each in names)
+        return (
+            f"{text}: KV head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))} of {len(row)} "
+            f"ha{'ve' if len(heads) > 1 else 's'} that of {' and '.join(whose)}{saturated}. Probably one scale is made "
+            "for several rows, as the largest of all tokens of a step"
+        )
+    ratio = (own / right)[differs].flatten()
+    if bool((ratio / ratio[0] - 1).abs().max() < _SAME_FACTOR):
+        return (
+            f"{text}: they are {float(ratio[0]):.3g} times those, as if the largest number was "
+            f"{largest / float(ratio[0]):.3g} in place of {largest:.3g}{saturated}"
+        )
+    return f"{text}{saturated}: look at the rows or the largest number from which a scale is made"
+
+
+_HALF, _HALF_A_UNIT = 0.51, 0.004
+"""Part of a unit by which rounding moves an integer; part of the largest number that rounding may leave."""
+_ROUNDING_OF = {torch.float8_e4m3fn: 2.0**-3}
+"""Rounding error of two numbers of a dtype that has an exponent, as a part of them."""
 
 
 def _scales(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tensor:

@@ -366,6 +366,10 @@ class PackedRows:
         assert by_head is not None
         return rows.float() / by_head[:, None]
 
+    def numbers_of(self, plane: Plane) -> Plane:
+        """The plane of numbers that a plane of scales is for."""
+        return next(each for each in self.format.planes if not each.is_scales and each.of == plane.of)
+
     def scales_of(self, plane: Plane) -> Plane | None:
         """The plane of scales of a plane of numbers; None if it has none."""
         return next((each for each in self.scale_planes if each.of == plane.of and each.rule != ZERO), None)
@@ -383,7 +387,7 @@ class PackedRows:
 
     def exact_scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: the same before they are rounded to the dtype of scales."""
-        of = next(each.dtype for each in self.format.planes if not each.is_scales and each.of == plane.of)
+        of = self.numbers_of(plane).dtype
         tiles = in_tiles(keys[..., self.part(plane)].float(), plane.tile)
         if plane.rule == ZERO:
             scales = self.scales_of(plane)

@@ -6,6 +6,7 @@ change all of them must be wrong, and with it all of them right, or nothing is r
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -28,6 +29,11 @@ _MOST_REQUESTS = 64
 """Most requests of a batch for which other cases are run."""
 _SHORT = 16
 """Smallest tile of keys of any kernel."""
+
+_PAGES = (1, 16, 32, 64, 128, 256)
+"""Page sizes of servers."""
+_FEW = 2
+"""Fewest other page sizes that have to be wrong, so that one which is right is not right by chance."""
 
 _CHANGES: dict[str, Callable[[Case], Case]] = {
     "cap": lambda case: case.with_changes(logit_cap=0.0),
@@ -122,6 +128,19 @@ class ChangedCases:
             if (answer := self._right(other.with_seed(other.seed + draw))) is not True:
                 return answer
         return True
+
+    @cached_property
+    def only_right_page(self) -> int:
+        """The only page size of those tried with which the case is right, if it is wrong with its own; else 0."""
+        case, answers = self._schedule.case, dict[int, bool | None]()
+        for page in _PAGES if self.lasting else ():
+            if page == case.page_size:
+                continue
+            with contextlib.suppress(ValueError):  # such a case does not exist
+                answers[page] = self._right(case.with_changes(page_size=page))
+        right = [page for page, answer in answers.items() if answer]
+        known = len(right) == 1 and list(answers.values()).count(False) >= _FEW
+        return right[0] if known and self._all_are(case.with_changes(page_size=right[0]), right=True) else 0
 
     def right_elsewhere(self, step: Step) -> bool:
         """True if the pool crosses a multiple of 4 GiB, and ``step`` is wrong there but right elsewhere."""

@@ -81,7 +81,7 @@ def explain_numeric(
         in_graph=in_graph and not by_itself and (not blamed.graphs_alone or check in _OF_A_GRAPH),
         right_when_fresh=check == "steps-independent",
         right_when_alone=why == _AS_THE_ONLY_REPLAY,
-        right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
+        right_with_zeros=why == f"{_finite_with_zeros(schedule)}{_AND_RIGHT}",
         computes_nan=check == "finite" and not why,
         reads_foreign=check == family_of(schedule.case).reads,
         of_capture=keeps_capture_values(why),
@@ -94,8 +94,9 @@ def explain_numeric(
     causes = (_NO_OTHER_MODE, _AS_ONE_BATCH, OVERFLOWS, OVERTAKEN)
     shown = check in _SHOWN or why in causes or why.startswith(_NOT_RESET)
     most = 1 if shown else _MOST_HINTS
-    if why in (_finite_with_zeros(schedule), _finite_with_zeros(schedule, _UNOWNED)):
-        # This hint repeats the check. The others say where that slot was read.
+    zeros = _finite_with_zeros(schedule)
+    if why in (zeros, f"{zeros}{_AND_RIGHT}", _finite_with_zeros(schedule, _UNOWNED)):
+        # This hint repeats the check. The others say where that slot was read, or what spoils the result.
         lines = [*lines[1:most], why]
     return replace(
         blamed.named,
@@ -191,7 +192,7 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
         if calm_own is not None and calm_own.all_finite:
             return family.reads, f"{_finite_with_numbers(family.unread)}{_MASKED_TOO_LATE if calm_own.right else ''}"
         finite = _finite_with_zeros(schedule, _UNOWNED)
-    return family.reads, f"{finite}, and right" if calm.right else finite
+    return family.reads, f"{finite}{_AND_RIGHT}" if calm.right else finite
 
 
 def _again(rerunner: Rerunner, schedule: Schedule, step: Step, **changes: Any) -> Observation | None:
@@ -210,6 +211,7 @@ _STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: wit
 
 
 _UNOWNED = "unowned slots"
+_AND_RIGHT = ", and right"
 
 
 def _finite_with_zeros(schedule: Schedule, poisoned: str = "") -> str:

@@ -463,11 +463,8 @@ def test_a_nan_was_read_somewhere(
     [
         ("wrong", ["a", "b", "c"], ["a", "b", FINITE]),
         ("wrong", ["a"], ["a", FINITE]),
-        (
-            "right",
-            ["a", "b", "c"],
-            [f"{FINITE}, and right", "a", "b"],
-        ),
+        ("right", ["a", "b", "c"], ["a", "b", f"{FINITE}, and right"]),
+        ("right", [], [f"{FINITE}, and right"]),
     ],
 )
 def test_where_a_foreign_slot_was_met_stands_before_that_it_holds_nan(

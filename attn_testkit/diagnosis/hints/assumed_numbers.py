@@ -115,15 +115,10 @@ def right_keys_and_a_wrong_number(e: Evidence) -> bool:
         return False
     if _some_zeros(e):
         return False
-    # The effect of a missing KV token may be small compared with limits that a mistake makes wider. If weights do not
-    # sum to 1, tokens that seem to count twice may have another FP8 scale.
+    # The effect of a missing KV token may be small compared with limits that a mistake makes wider. In an FP8 pool,
+    # tokens that seem to count twice may have another scale (sglang #18904).
     fp8 = case.kv_dtype != "same"
-    return (
-        attended is None
-        or attended.right
-        or attended.weighed_otherwise
-        or (fp8 and attended.alone and not attended.normalised)
-    )
+    return attended is None or attended.right or attended.weighed_otherwise or (fp8 and attended.alone)
 
 
 def _with(e: Evidence, change: Callable[[AttentionLayer], AttentionLayer]) -> tuple[AttentionLayer, ...]:

@@ -71,6 +71,29 @@ def right_with_other_layers(e: Evidence) -> str:
     return ""
 
 
+@hint(Level.SHOWN, silences=("pool_layout", "elsewhere", "last_page", "later_requests"))
+def right_with_one_page_size(e: Evidence) -> str:
+    """A row reads none of its own KV tokens, as far as is known, and the case is right with only one page size."""
+    attended = e.attended
+    if attended is None:
+        elsewhere = e.reads_foreign and not e.right_with_zeros
+    else:
+        elsewhere = bool(attended.elsewhere) and not attended.used & attended.wanted
+    if e.changed is None or e.in_graph or e.misrouted or not elsewhere or not (page := e.changed.only_right_page):
+        return ""
+    if page == 1:
+        return (
+            "pages are confused with slots, such as a page id that is used as a slot, or the number of a page as a "
+            "column of a table of slots: the case passes with pages of one slot, and fails with those of "
+            f"{e.schedule.case.page_size} and of other sizes"
+        )
+    return (
+        f"a page size of {page} is used in place of context.page_size, as the number of KV tokens or of slots of a "
+        f"page: the case passes with pages of {page} slots, and fails with those of {e.schedule.case.page_size} and of "
+        "other sizes"
+    )
+
+
 def _groups_alone(e: Evidence) -> str:
     """Name the KV group if only its layers are wrong."""
     groups = {group_of_place(e.schedule, place) for place, bad in enumerate(e.wrong_layers) if bad}

@@ -122,7 +122,9 @@ _FEW = 2
 def masked_too_late(e: Evidence) -> str:
     """Foreign slots spoil the result without having any weight."""
     attended = e.attended
-    if not e.reads_foreign or attended is None or not attended.right:
+    # Slots with weight would change a result even if they held zeros.
+    unexamined = attended is None and e.right_with_zeros
+    if not e.reads_foreign or not (unexamined or (attended is not None and attended.right)):
         return ""
     if not e.right_with_zeros:
         return (
@@ -130,9 +132,14 @@ def masked_too_late(e: Evidence) -> str:
             "used: values of this row are read correctly, but with zeros the result is still wrong"
         )
     return (
-        "the kernel multiplies foreign slots by weight 0, but 0 * NaN is NaN: mask V when it is loaded (tl.load(..., "
-        "mask=, other=0), or a select), not by a zero weight or an added mask"
+        f"{_PROBABLY if unexamined else ''}the kernel multiplies foreign slots by weight 0, but 0 * NaN is NaN: mask V "
+        "when it is loaded (tl.load(..., mask=, other=0), or a select), not by a zero weight or an added mask"
+        f"{_OF_WHICH if unexamined else ''}"
     )
+
+
+_PROBABLY = "probably "
+_OF_WHICH = ". Such slots are those of masked keys, of a row without keys, and of pages that the table does not name"
 
 
 @hint(Level.PLACE)
@@ -153,16 +160,23 @@ def weighs_a_little(e: Evidence) -> str:
 def pool_layout(e: Evidence) -> str:
     """The keys are wrong, and the layout of the pool is not the default."""
     layout, attended = e.schedule.case.kv_layout, e.attended
-    if layout == "nhd" or attended is None or attended.right or e.in_graph or e.misrouted:
+    if layout == "nhd" or e.in_graph or e.misrouted:
+        return ""
+    look = "look at the offset of the layer, at the strides of pages, slots and heads, and at which half is K"
+    passes = f"layout {layout} of the KV pool is misread, since the case passes with layout nhd: {look}"
+    if attended is None:
+        # Probes name no KV tokens with ALiBi, so only another layout can show it.
+        asked = e.changed if e.reads_foreign and not e.right_with_zeros else None
+        return passes if asked is not None and asked.right_without("layout") else ""
+    if attended.right:
         return ""
     # A wrong offset or stride loses KV tokens. A token that counts twice, or should not be visible, was found.
     if attended.wanted <= attended.used and not attended.elsewhere:
         return ""
     if e.changed is not None and e.changed.wrong_without("layout"):
         return ""
-    look = "look at the offset of the layer, at the strides of pages, slots and heads, and at which half is K"
     if e.changed is not None and e.changed.right_without("layout"):
-        return f"layout {layout} of the KV pool is misread, since the case passes with layout nhd: {look}"
+        return passes
     text = f"the KV pool of this case has layout {layout}"
     return f"{text}, which is probably misread if cases of other layouts pass: {look}"
 

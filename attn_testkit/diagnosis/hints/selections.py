@@ -84,6 +84,25 @@ def holes_give_nan(e: Evidence) -> str:
     )
 
 
+@hint(Level.PATTERN, when=lambda e: not e.comparison.all_finite and not e.reads_foreign, family="sparse")
+def rows_without_keys_give_nan(e: Evidence) -> str:
+    """All wrong values are NaN, in rows that select no key; other rows exist."""
+    comparison, data = e.comparison, with_selection(e.schedule, e.expected.data)
+    if data.allowed is None:
+        return ""
+    seen = (data.allowed & data.visible).any(-1)[:, data.row_request, data.row_offset]
+    wrong = comparison.wrong.flatten(2).any(-1)
+    is_nan = comparison.out.isnan().flatten(2).any(-1)
+    if not wrong.any() or not seen.any() or bool((wrong & (seen | ~is_nan)).any()):
+        return ""
+    others = " Some of these rows are right, so look at where in the batch a row is." if (~seen & ~wrong).any() else ""
+    weight = " With sinks all of its weight is the sink's." if e.schedule.case.sinks else ""
+    return (
+        "rows that select no key give NaN, and all others are right: the output of such a row is 0, and not 0 / 0 or "
+        f"minus infinity less minus infinity.{weight}{others}"
+    )
+
+
 @hint(Level.GUESS, family="sparse")
 def values_by_a_factor(e: Evidence) -> str:
     """The selected KV tokens are right, and their weights do not sum to 1."""

@@ -6,15 +6,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
+import torch
+
 from ...cases.state import EXACT_GATES, NEAR_EPSILON, STATE_DATA
+from ...contract import StateLayer
 from ...families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake, ChunkSlip
-from ...families.recurrent.data import StateStepData
-from ...families.recurrent.recurrence import recur
+from ...families.recurrent.data import StateStepData, has_values_beyond_fp16
+from ...families.recurrent.recurrence import gates_of_rows, recur
+from ...steps.data import DTYPES
 from .evidence import Evidence
 from .hint import Level, hint
 
 _LONGEST = 1024
 """Most rows of a request for which mistakes are tried: each is computed row by row."""
+
+
+_OF_ROUNDING = ("mistake_of_chunks", "first_wrong_row", "decays_that_are_right")
+"""Hints about an error that a rounding explains."""
+
+
+def _finite_and_wrong(e: Evidence) -> bool:
+    return e.comparison.all_finite and not e.comparison.right and not e.in_graph
 
 
 def _in_prompts(e: Evidence) -> bool:
@@ -81,6 +93,64 @@ _UNEXPLAINED = 0.1
 """Part of the squared error that rounding may leave."""
 
 
+def _narrow_gates(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
+    """Factors of GDN and KDA that are rounded to the dtype of the model, and data whose right factors are those."""
+    dtype = DTYPES[data.dtype]
+    gates = [gates_of_rows(layer, index, data) for index, layer in enumerate(data.layers)]
+    betas = torch.stack([beta for _, _, beta in gates]).to(dtype).double().squeeze(-1)
+    # ``gates_of_rows`` makes the rounded factors of these numbers.
+    yield "beta, the factor of an update (a sigmoid),", replace(data, v=torch.logit(betas.clamp(max=1.0)))
+    logs = [decay.log().to(dtype).double() for decay, _, _ in gates]
+    if all(layer.lower_bound is None for layer in data.layers):
+        rows = [_row_of(layer, log) for layer, log in zip(data.layers, logs, strict=True)]
+        yield "g, the logarithm of the decay,", replace(data, k=torch.stack(rows))
+
+
+def _row_of(layer: StateLayer, log: torch.Tensor) -> torch.Tensor:
+    """[T, n] float64: elements of ``a`` that give the logarithms [T, Hv, 1 or K] of a decay."""
+    assert layer.A_log is not None
+    assert layer.dt_bias is not None
+    step = -log / layer.A_log.double().exp().view(1, -1, 1)
+    row = torch.where(step > 20, step, torch.log(torch.expm1(step))) - layer.dt_bias.double().view(1, log.shape[1], -1)
+    return row.flatten(1)
+
+
+@hint(Level.ANSWER, when=_finite_and_wrong, silences=_OF_ROUNDING, family="recurrent")
+def gates_in_the_models_dtype(e: Evidence) -> str:
+    """The wrong rows are right for one factor that is rounded to the dtype of the model."""
+    data = cast(StateStepData, e.expected.data)
+    kinds, longest = {layer.kind for layer in data.layers}, max(data.news, default=0)
+    if not kinds <= {"gdn", "kda"} or data.dtype == "fp32" or longest > _LONGEST or data.before is not None:
+        return ""
+    wrong, out, want = e.comparison.wrong.any(-1), e.comparison.out.double(), e.expected.attention
+    for name, rounded in _narrow_gates(data):
+        found = recur(rounded)
+        off = (out - found.out).abs()
+        if bool((off <= found.out_limit)[wrong].all()) and _moves_with(out - want, found.out - want, found.out_limit):
+            return (
+                f"{name} is probably rounded to {data.dtype}, the dtype of the model, as by a buffer of that dtype: "
+                "the result is right for that"
+            )
+    return ""
+
+
+def _moves_with(error: torch.Tensor, supposed: torch.Tensor, limit: torch.Tensor) -> bool:
+    """True if errors follow those that a mistake makes, element by element, as they hardly do by chance. All other
+    roundings are in them, too, so no single one shows it. [L, T, Hv, V] float64 each."""
+    error, supposed = error / limit, supposed / limit
+    together, alone = float((error * supposed).sum()), float(supposed.square().sum())
+    size, count = float(error.square().sum()), int((supposed != 0).sum())
+    if not alone or not size:
+        return False
+    follows = together / (alone * size) ** 0.5
+    return abs(together / alone - 1) < _AS_LARGE and follows * count**0.5 > _DEVIATIONS
+
+
+_AS_LARGE, _DEVIATIONS = 0.25, 10.0
+"""Largest difference of an error from the supposed one, as a part of it and on average, and fewest standard deviations
+by which it has to follow that one."""
+
+
 @hint(Level.PATTERN, when=_in_prompts, family="recurrent")
 def first_wrong_row(e: Evidence) -> str:
     """Rows of each request are right up to some row, and wrong after it."""
@@ -103,6 +173,18 @@ def first_wrong_row(e: Evidence) -> str:
 
 
 _FEWEST_ROWS = 3
+
+
+@hint(Level.PATTERN, silences=("decays_that_are_right", "first_wrong_row"), family="recurrent")
+def only_values_beyond_fp16(e: Evidence) -> str:
+    """Only the head is wrong whose values are beyond the range of fp16."""
+    heads = e.comparison.wrong.any(-1).flatten(0, 1).any(0)
+    if not has_values_beyond_fp16(e.schedule.case, e.step.data) or len(heads) < 2 or not heads[0] or heads[1:].any():
+        return ""
+    return (
+        "only head 0 is wrong, whose values in this case are beyond the range of fp16 (65,504): an input, a product or "
+        "a state probably passes through fp16"
+    )
 
 
 @hint(Level.PLACE, when=lambda e: e.changed is not None, family="recurrent")

@@ -3,7 +3,8 @@ of requests before a step are drawn, in the pool's dtype, with the magnitude tha
 does not depend on earlier steps of a backend.
 
 Patterns differ in the decay of a state by a token: ``mild_decay`` 0.4 to 0.8, ``weak_decay`` 0.998, ``no_decay``
-exactly 1, ``strong_decay`` so that everything before is forgotten. ``like_keys``: keys point nearly in one direction,
+exactly 1, ``strong_decay`` so that everything before is forgotten, and the values of a head of GDN and KDA in bf16 are
+beyond the range of fp16. ``like_keys``: keys point nearly in one direction,
 so that each token overwrites what the one before it stored. ``unit_keys``: decay and beta are exactly 1, keys and
 queries are unit vectors, values small integers, and the convolution passes its last input on. The columns of the state
 then *are* values of tokens, to within half a unit at any length. GDN and KDA overwrite a column with each further token
@@ -51,6 +52,8 @@ _NO_DECAY, _ALL_DECAY = -100.0, 200.0
 """Arguments of softplus that give a decay of exactly 1 and of 0, in float32 too."""
 _SHORT = 3e-3
 """Norm of inputs of ``near_epsilon``; a convolution halves it. GDN and KDA add 1e-6 to its square."""
+_BEYOND_FP16 = 2.0**18
+"""Size of values of which nearly all are above 65,504."""
 _STRONG_STEP = 16.0
 """Divisor of Mamba2's inputs where its step is 200."""
 _EXACT_DT = 32.0
@@ -470,6 +473,8 @@ def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int,
             _with_gates(layer, one, seed[2] * len(found) + index)
             for index, (layer, one) in enumerate(zip(state_layers(case), found, strict=True))
         ]
+    if has_values_beyond_fp16(case, data):
+        found = [_beyond_fp16(layer, one) for layer, one in zip(state_layers(case), found, strict=True)]
     dtype = DTYPES[case.dtype]
     joined = {name: torch.stack([one[name] for one in found]) for name in found[0]}
     for name in ("mixed", "a", "b", "window"):
@@ -508,6 +513,22 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
         "keys": torch.zeros(new, layer.k_heads, dtype=torch.int64),
         "asked": torch.zeros(new, layer.k_heads, 2, dtype=torch.int64),
     }  # fmt: skip
+
+
+def has_values_beyond_fp16(case: Fields, data: str) -> bool:
+    """True if the values of the first head of each layer of GDN and KDA are beyond the range of fp16."""
+    holds_them = case.dtype == "bf16" and shape_of(case).dtype != "fp16"
+    return data == "strong_decay" and holds_them and {layer.kind for layer in state_layers(case)} <= {"gdn", "kda"}
+
+
+def _beyond_fp16(layer: StateLayer, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Data in which the values of the first head of GDN and KDA are beyond the range of fp16, as some channels of a
+    model in bf16 are."""
+    first, mixed, window = 2 * layer.k_heads * layer.k_dim, drawn["mixed"].clone(), drawn["window"].clone()
+    head = slice(first, first + layer.v_dim)
+    mixed[:, head] *= _BEYOND_FP16
+    window[head] *= _BEYOND_FP16
+    return {**drawn, "mixed": mixed, "window": window}
 
 
 def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Generator) -> torch.Tensor:

@@ -244,7 +244,7 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
-    mixed, off = _convolved(layer, index, data)
+    mixed, off = convolved(layer, index, data)
     heads, values = (layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim)
     keys, wide = heads[0] * heads[1], values[0] * values[1]
     sizes = [wide, keys, keys] if layer.kind == "mamba" else [keys, keys, wide]
@@ -305,7 +305,7 @@ _FORGOTTEN = 104.0
 """Value of g beyond which exp(-g) is below the smallest float32 number."""
 
 
-def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
+def convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations after the convolution [T, C] float64, and the limit of each element."""
     rows = data.q[index].double()
     if layer.conv_weight is None:

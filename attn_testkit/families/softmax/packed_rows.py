@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...contract.row_format import HALVES, ZERO, PackedRows, Plane, in_tiles, next_power_of_two
+from ...contract.row_format import HALVES, LARGEST, POWER_OF_TWO, ZERO, PackedRows, Plane, in_tiles, next_power_of_two
 from ...steps.data import StepData
 
 
@@ -17,9 +17,15 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
     if packed is None or keys.dtype != torch.uint8:
         return
     parts = [keys] if values is None else [keys, values]
+    for part, name in enumerate(("k_scale", "v_scale") if packed.format.layer_scale != "none" else ()):
+        other = data.kv_scales.clone()
+        other[part] = 1.0
+        if not torch.equal(other, data.kv_scales):
+            text = f"{name}, by which packed rows are divided before they are stored, is left out"
+            yield f"{text}: the result is right without it", replace(data, kv_scales=other)
     for plane in packed.scale_planes:
         held = [in_tiles(packed.raw(rows, plane), plane.dtype.itemsize) for rows in parts]
-        for text, scales in _scales(plane, held, page_size):
+        for text, scales in _scales(plane, held, page_size, LARGEST[packed.numbers_of(plane).dtype]):
             misread = [rows.clone() for rows in parts]
             for rows, raw in zip(misread, scales, strict=True):
                 packed.raw(rows, plane).copy_(raw.flatten(-2))
@@ -96,8 +102,19 @@ def _swapped(packed: PackedRows, rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _scales(plane: Plane, held: Sequence[torch.Tensor], page_size: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Scales of keys and of values, [L, B, S, Hk, tiles, bytes] uint8, in the place of those that rows have."""
+def _bytes_of_ones(plane: Plane) -> torch.Tensor:
+    """[bytes] uint8: the scale 1 in a plane of scales."""
+    if plane.dtype == POWER_OF_TWO:
+        return torch.tensor([127], dtype=torch.uint8)
+    return torch.ones(1).to(plane.dtype).view(torch.uint8)
+
+
+def _scales(
+    plane: Plane, held: Sequence[torch.Tensor], page_size: int, largest: float
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Scales of keys and of values, [L, B, S, Hk, tiles, bytes] uint8, in the place of those that rows have.
+    ``largest``: of the dtype of numbers.
+    """
     what = plane.name
     one = what.removesuffix("s")
 
@@ -129,10 +146,15 @@ def _scales(plane: Plane, held: Sequence[torch.Tensor], page_size: int) -> Itera
     if plane.rule == ZERO:
         yield "in packed rows, zeros are left out", each(torch.zeros_like)
         return
+    ones = each(lambda own: _bytes_of_ones(plane).expand_as(own))
+    yield f"in packed rows, the scales of {plane.tile or 'all'} numbers each are left out", ones
+    if len(held) > 1:
+        yield "in packed rows, the scales of keys are left out", [ones[0], held[1]]
+        yield "in packed rows, the scales of values are left out", [held[0], ones[1]]
     if plane.dtype == torch.float32:
         yield (
-            f"in packed rows, the scales of {plane.tile or 'all'} numbers each are left out",
-            each(lambda own: torch.ones_like(own.view(plane.dtype)).view(torch.uint8)),
+            f"in packed rows, the scales are multiplied by {largest:g}, the largest number, which they are for already",
+            each(lambda own: (own.view(plane.dtype) * largest).view(torch.uint8)),
         )
         yield (
             "in packed rows, each scale is rounded up to a power of two",
