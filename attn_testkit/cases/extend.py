@@ -97,10 +97,10 @@ def _new_of(case: Fields, plan: Plan, before: Plan, rng: np.random.Generator) ->
     if plan.exact:
         # As many rows as the graph has, and every request as many: what a uniform layout gets right.
         return (case.width,) * count
-    left, lens = bucket * case.width - count, list[int]()
+    left, lens, most = bucket * case.width - count, list[int](), case.most_new
     for _ in range(count):
         # A row that decodes, a prompt of any length, or the longest that there is.
-        wanted = (1, int(rng.integers(1, case.most_new + 1)), case.most_new)[int(rng.integers(3))]
+        wanted = (1, int(rng.integers(1, most + 1)), most)[int(rng.integers(3))]
         lens.append(min(wanted, left + 1))
         left -= lens[-1] - 1
     if 0 in case.new:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .fields import Fields
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,3 +32,22 @@ class Plan:
     ``data``."""
     padding: str = ""
     data: str = ""
+
+
+def most_context(case: Fields) -> int | None:
+    """An upper bound of ``context_len``, in tokens, without the steps of the case: they take most of the time of a
+    plan, and most cases are far below the context that a backend declares. None if a server variant decides about
+    lengths.
+
+    Prefixes of ``cases/plans.py`` are at most two pages and 3 tokens longer than those of the case; encoder keys and
+    chunks are added to them, encoder keys in whole pages. A request table may be two pages wider than that.
+    """
+    if case.variants:
+        return None
+    longest = max(case.prefixes) + 2 * case.page_size + 3 + case.encoder_len + case.page_size
+    if case.draft:
+        # A branch begins in the page in which its prefix ends.
+        own = case.draft.branches * (case.draft.steps + 2 * case.page_size)
+    else:
+        own = case.chunks * case.most_new
+    return longest + own + 2 * case.page_size + 1

@@ -187,7 +187,7 @@ def _filled(row: Ints, state: npt.NDArray[np.uint8], firsts: Ints, clash: Bools,
     chosen = [first + int(costs[first:end].argmin()) for first, end in ranges]
     if not np.isfinite(costs[chosen]).all():
         return None
-    if not clash[np.ix_(chosen, chosen)].any():
+    if not clash.take(chosen, axis=0).take(chosen, axis=1).any():
         found = row.copy()
         found[columns] = chosen
         return found

@@ -10,6 +10,7 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.co_residents import co_residents
+from attn_testkit.cases.plan import most_context
 from attn_testkit.cases.rows import Accepted, Decode
 from attn_testkit.cases.trees import chain
 from attn_testkit.catalogue import tiers
@@ -96,6 +97,14 @@ def test_no_step_of_a_case_is_longer_than_is_declared(mode: ForwardMode, context
         assert len(cases) > 20
         every = [e for c in cases for e in (c, *(co_residents(c, set(ForwardMode), 8, 8) if c.multi_mode else ()))]
         assert max(make_schedule(case).max_context_len for case in every) <= context
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
+def test_a_context_that_is_not_computed_is_never_longer_than_its_bound(mode: ForwardMode) -> None:
+    wanted = CAPABILITIES.with_changes(kv_pool={"page_sizes": {1, 128}})
+    bounds = [(case, bound) for case in generate(wanted, mode, "smoke") if (bound := most_context(case)) is not None]
+    assert bounds
+    assert [case.id for case, bound in bounds if make_schedule(case).max_context_len > bound] == []
 
 
 def test_a_case_that_fills_what_is_declared_to_the_last_token_is_tried() -> None:

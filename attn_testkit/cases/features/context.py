@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...contract import Capabilities
 from ..fields import Fields
+from ..plan import most_context
 from .feature import Asked, Covered, Feature, Without
 
 _REGIONS = 6
@@ -20,18 +21,18 @@ def _tried(declared: Capabilities, case: Fields) -> int:
     return max(most, case.context_len)
 
 
+def _declared(declared: Capabilities, case: Fields) -> bool:
+    most, bound = declared.bounds.max_context_len, most_context(case)
+    return (bound is not None and bound <= most) or case.context_len <= most
+
+
 CONTEXT = Feature(
     name="context",
     order=350,
     fields=Without("It follows from the lengths, the rows and the page size."),
     words=Without("It follows from the lengths, the rows and the page size."),
     describe=Without("The steps that `explain` prints begin with it."),
-    declared=(
-        Asked(
-            lambda case: "as many tokens of context",
-            lambda declared, case: case.context_len <= declared.bounds.max_context_len,
-        ),
-    ),
+    declared=(Asked(lambda case: "as many tokens of context", _declared),),
     fit=Without("The catalogue leaves out what is longer than the declared context."),
     values=Without("Columns of keys count as lengths."),
     covered=(
