@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-from ...cases.state import EXACT_GATES, NEAR_EPSILON, STATE_DATA
+from ...cases.state import EXACT_GATES, FAIR_ROUNDING, NEAR_EPSILON, STATE_DATA
 from ...families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake, ChunkSlip
 from ...families.recurrent.data import StateStepData
 from ...families.recurrent.recurrence import recur
@@ -122,7 +122,7 @@ _ONE = frozenset({"no_decay", "unit_keys"})
 """Patterns in which the decay is exactly 1."""
 _FORGETS = frozenset({"strong_decay"})
 """Pattern in which a token forgets all that was before it."""
-_DECAY_ALIKE = frozenset(STATE_DATA) - {EXACT_GATES, NEAR_EPSILON}
+_DECAY_ALIKE = frozenset(STATE_DATA) - {EXACT_GATES, NEAR_EPSILON, FAIR_ROUNDING}
 """Patterns that are tried: the rows of a head have decays of one kind."""
 
 
