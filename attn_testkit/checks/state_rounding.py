@@ -1,4 +1,4 @@
-"""Check of states that a decode rounds stochastically: neighbours of the exact value, each as often as it is near.
+"""Check of states that a decode rounds stochastically: the number below or above, each as often as it is near.
 
 An exact value x lies between two numbers of the state's dtype that are one unit apart. A fair rounding gives the upper
 one with the probability f, the part of the unit by which x is above the lower one. So the error (stored - x) / unit has
@@ -35,7 +35,7 @@ from .observation import Observation
 _DEVIATIONS = 6.0
 """Standard deviations of a sum of errors: a fair rounding is beyond them once in 10^9 steps."""
 _DEVIATIONS_OF_SQUARES = 8.0
-"""Those of a sum of squares, which has a longer tail."""
+"""Standard deviations of a sum of squares, which has a longer tail."""
 _MOST_OFF = 1 / 32
 """Elements count in the sums if the kernel moves them by at most so many units."""
 _BITS = {"fp16": 11, "bf16": 8}
@@ -54,7 +54,7 @@ class _Rounded:
     off: torch.Tensor
     """The most by which the kernel's own arithmetic moves a value."""
     beyond: torch.Tensor
-    """Elements that are no neighbour of the exact value."""
+    """Elements that are more than a unit from the exact value."""
     count: int
     """Number of elements that count; the tensors above are 0 for the others."""
     slots: tuple[int, ...]
@@ -88,7 +88,7 @@ def _rounded(observed: Observation, data: StateStepData) -> _Rounded | None:
 
 
 def rounds_fairly(observed: Observation) -> list[Finding]:
-    """Check one step: neighbours, no bias, and no element that shares its random number with another."""
+    """Check one step: errors below a unit, no bias, and no element that shares its random number with another."""
     data = None if observed.inputs is None else states_in(observed.inputs.data)
     found = None if data is None else _rounded(observed, data)
     if data is None or found is None:
@@ -98,9 +98,8 @@ def rounds_fairly(observed: Observation) -> list[Finding]:
         _, end, head, value, key = (int(i) for i in found.beyond.nonzero()[0])
         return [_finding(
             observed,
-            f"{int(found.beyond.sum())} of {error.numel()} elements of states are no neighbour of the exact value",
-            f"state {end} of the batch, head {head}, state[{value}, {key}]: "
-            f"more than a unit of {data.shape.dtype} away",
+            f"{int(found.beyond.sum())} of {error.numel()} elements of states are over a unit from the exact value",
+            f"state {end} of the batch, head {head}, state[{value}, {key}], in units of {data.shape.dtype}",
             "a stochastic rounding gives the number below the exact value or the one above it",
         )]  # fmt: skip
     bias, limit = float(error.sum()), float(_DEVIATIONS * found.variance.sum().sqrt() + found.off.sum())

@@ -74,7 +74,7 @@ def test_a_fair_rounding_passes_many_times() -> None:
         (of_numbers(lambda numbers: numbers[:, :, :1].expand_as(numbers)), "heads are not rounded"),
         (of_numbers(lambda numbers: numbers[:, :1].expand_as(numbers)), "requests are not rounded"),
         (lambda states: states, "not rounded stochastically"),
-        (lambda states: states * (1 + 2.0**-9), "no neighbour"),
+        (lambda states: states * (1 + 2.0**-9), "over a unit from"),
     ],
 )
 def test_an_unfair_rounding_is_found_by_its_own_text(rounds: Rounds, text: str) -> None:
