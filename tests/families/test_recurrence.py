@@ -281,8 +281,9 @@ def test_layers_differ_and_only_some_have_a_bias() -> None:
     assert family_of(parse_case(case_id())) is RECURRENT
 
 
-def test_an_idle_step_has_no_rows() -> None:
-    schedule = make_schedule(parse_case(case_id()))
+@pytest.mark.parametrize("kind", ["gdn2x2", "lightning2", "rwkv2"])
+def test_an_idle_step_has_no_rows(kind: str) -> None:
+    schedule = make_schedule(parse_case(case_id(kind)))
     step = replace(schedule.steps[0], requests=(), name="idle")
     data = make_state_data(schedule, step)
     assert data.q.shape[1] == data.states.shape[1] == 0

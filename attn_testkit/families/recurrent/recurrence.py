@@ -326,7 +326,7 @@ def gates_of_rows(
         g = -layer.slope.double().view(1, heads, 1).expand(rows, heads, 1)
         beta = torch.ones(rows, heads, 1, dtype=torch.float64)
     elif layer.k_k is not None:
-        g = log_decays(data.k[index].double()).view(rows, heads, -1)
+        g = log_decays(data.k[index].double()).view(rows, heads, layer.k_dim)
         beta = torch.ones(rows, heads, 1, dtype=torch.float64)
     else:
         assert layer.A_log is not None
