@@ -17,7 +17,7 @@ in the sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,9 +82,14 @@ def _rounded(observed: Observation, data: StateStepData) -> _Rounded | None:
     variance = (above * (1 - above) + off).clamp(max=0.25)
     counts = off <= _MOST_OFF
     error = (got - exact) / unit
-    parts = (each.where(counts, 0.0) for each in (error, variance, off))
-    beyond = error.abs() > 1 + off
-    return _Rounded(*parts, beyond=beyond, count=int(counts.sum()), slots=tuple(slots.tolist()))
+    return _Rounded(
+        error=error.where(counts, 0.0),
+        variance=variance.where(counts, 0.0),
+        off=off.where(counts, 0.0),
+        beyond=error.abs() > 1 + off,
+        count=int(counts.sum()),
+        slots=tuple(slots.tolist()),
+    )
 
 
 def rounds_fairly(observed: Observation) -> list[Finding]:
@@ -185,8 +190,8 @@ def _pairs(first: _Rounded, second: _Rounded) -> list[tuple[_Rounded, _Rounded]]
 
 
 def _at(found: _Rounded, ends: list[int]) -> _Rounded:
-    parts = (each[:, ends] for each in (found.error, found.variance, found.off, found.beyond))
-    return _Rounded(*parts, count=found.count, slots=tuple(found.slots[end] for end in ends))
+    tensors = {name: getattr(found, name)[:, ends] for name in ("error", "variance", "off", "beyond")}
+    return replace(found, **tensors, slots=tuple(found.slots[end] for end in ends))
 
 
 def _finding(observed: Observation, what: str, where: str, hint: str) -> Finding:

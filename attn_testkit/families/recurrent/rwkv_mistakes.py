@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,5 +28,6 @@ def mistaken_removals(data: StateStepData) -> Iterator[tuple[str, StateStepData]
         ("k_k", torch.ones_like, "kappa is the key without its factors: k_k is not applied"),
         ("k_a", torch.zeros_like, "the key that is added is not scaled by eta: k_a is not applied"),
     ):
-        layers = tuple(replace(layer, **{name: value(getattr(layer, name))}) for layer in data.layers)
+        changes: list[dict[str, Any]] = [{name: value(getattr(layer, name))} for layer in data.layers]
+        layers = tuple(replace(layer, **each) for layer, each in zip(data.layers, changes, strict=True))
         yield text, replace(data, layers=layers)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from attn_testkit.contract import BackendContext, ForwardMode, StateLayer
+from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, StateLayer
 
 from .catalogue import fault, helper
 from .states import StateParent
@@ -39,10 +39,10 @@ class RoundingParent(StateParent):
         a: torch.Tensor | None,
         b: torch.Tensor | None,
         layer: StateLayer,
-        batch: object,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         self.advance()
-        return super().forward(mixed, a, b, layer, batch)  # type: ignore[arg-type]
+        return super().forward(mixed, a, b, layer, batch)
 
     @helper
     def advance(self) -> None:
