@@ -35,7 +35,15 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     if listed == 1:
         table = table[:, 0]
     state = StateContext(
-        layers, pool, table, shape.padding, shape.fresh, shape.rollback, shape.snapshots, shape.continues or "copy"
+        layers,
+        pool,
+        table,
+        shape.padding,
+        shape.fresh,
+        shape.rollback,
+        shape.snapshots,
+        shape.continues or "copy",
+        shape.rounding,
     )
     return replace(context, state=state)
 

@@ -25,7 +25,7 @@ from .torch_native_state import TorchNativeStateBackend
 
 
 class TorchNativeHybridBackend(StateBackend):
-    """``TorchNativeStateBackend`` and ``TorchNativeBackend``, for all four kinds of state layers, with softmax
+    """``TorchNativeStateBackend`` and ``TorchNativeBackend``, for all kinds of state layers, with softmax
     layers."""
 
     capabilities = TorchNativeStateBackend.capabilities.with_changes(state={"hybrid": True})

@@ -5,6 +5,8 @@ The reference of the contract: it runs everywhere, under graphs too, and support
 
 from __future__ import annotations
 
+import math
+
 import torch
 from typing_extensions import override
 
@@ -26,21 +28,23 @@ from ..contract import (
     StateLayer,
     VerifyInput,
 )
-from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
+from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, ROUNDINGS, STATE_DTYPES
+from ..contract.state_kind import STATE_KINDS
+from .stochastic_rounding import StochasticRounding
 
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 
 
 class TorchNativeStateBackend(StateBackend):
-    """GDN, KDA, Mamba2 and Lightning, one token of all requests at a time. Decode and verify run under graphs, too.
-    Rejected nodes are taken back by a commit, or by a slot for each node.
+    """GDN, KDA, Mamba2, Lightning and RWKV-7, one token of all requests at a time. Decode and verify run under graphs,
+    too. Rejected nodes are taken back by a commit, or by a slot for each node.
     """
 
     capabilities = Capabilities(
         eager=_MODES,
         graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
         bounds=Bounds(max_q_rows=8, max_topk=3),
-        heads=HeadShapes(families={"gdn", "kda", "mamba", "lightning"}, gqa_ratios={1, 2, 4}, head_dims={32, 64, 128}),
+        heads=HeadShapes(families=frozenset(STATE_KINDS), gqa_ratios={1, 2, 4}, head_dims={32, 64, 128}),
         precision=Precision(dtypes={"bf16", "fp16", "fp32"}),
         kv_pool=KVPools(page_sizes={16}),
         state=State(
@@ -55,6 +59,7 @@ class TorchNativeStateBackend(StateBackend):
             snapshots={16, 64},
             trees={"gdn", "kda"},
             continues=frozenset(CONTINUES),
+            rounding=frozenset(ROUNDINGS),
         ),
         needs=Needs(cpu_seq_lens=False),
         server=ServerConventions(takes_requests_without_rows=True, takes_column_views=True),
@@ -65,6 +70,7 @@ class TorchNativeStateBackend(StateBackend):
         super().__init__(context)
         assert context.state is not None
         self.states = context.state
+        self.stochastic = StochasticRounding(context.device)
         self.parents: torch.Tensor | None = None
         """[bs, N] int64: parent of each node of drafts that branch; None for chains."""
 
@@ -186,11 +192,15 @@ class TorchNativeStateBackend(StateBackend):
             elif self.snapshot is not None:
                 copied = self.snapshot.rows == token + 1
                 self.store(conv, window, self.snapshot.slots, copied)
-                self.store(temporal, state.to(temporal.dtype), self.snapshot.slots, copied)
+                self.store(temporal, self.rounded(state, temporal.dtype), self.snapshot.slots, copied)
         if not verifies:
             self.store(conv[..., : window.shape[-1]], window, self.index, self.live)
-            self.store(temporal, state.to(temporal.dtype), self.index, self.live)
+            self.store(temporal, self.rounded(state, temporal.dtype), self.index, self.live)
         return out[:-1]
+
+    def rounded(self, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A state in the dtype of the pool, rounded as the instance says."""
+        return self.stochastic(state, dtype) if self.states.rounding == "stochastic" else state.to(dtype)
 
     def of_parents(self, behind: list[tuple[torch.Tensor, torch.Tensor]], node: int) -> tuple[torch.Tensor, ...]:
         """Windows [bs, C, W - 1] and states [bs, Hv, V, K] after the parent of a node, selected from those after each
@@ -299,9 +309,11 @@ class TorchNativeStateBackend(StateBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """States [bs, Hv, V, K] float32 after one token of each request, and what the token reads from them [bs, Hv,
         V]."""
+        if layer.k_k is not None:
+            return self.step_of_rwkv(state, q, k, v, a, b, layer)
         decay, beta = self.gates(a, b, layer)
         state = state * decay[..., None, :]
-        if layer.kind in ("gdn", "kda"):
+        if layer.of_kind.normalizes:
             q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
             q = q * layer.scaling
             v = v - (state * k[..., None, :]).sum(-1)
@@ -310,6 +322,30 @@ class TorchNativeStateBackend(StateBackend):
         if layer.D is not None:
             read = read + layer.D[:, None] * v
         return state, read
+
+    def step_of_rwkv(
+        self,
+        state: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``step`` of RWKV-7: what kappa reads of the state before its decay is removed."""
+        assert a is not None
+        assert b is not None
+        assert layer.k_k is not None
+        assert layer.k_a is not None
+        decay = torch.exp(-math.exp(-0.5) * torch.sigmoid(a.float())).view_as(k)
+        eta = torch.sigmoid(b.float()).view_as(k)
+        kappa = torch.nn.functional.normalize(k * layer.k_k, dim=-1)
+        k = k * (1 + (eta - 1) * layer.k_a)
+        removed = (state * kappa[..., None, :]).sum(-1)
+        state = state * decay[..., None, :] - removed[..., None] * (eta * kappa)[..., None, :]
+        state = state + v[..., None] * k[..., None, :]
+        return state, (state * q[..., None, :]).sum(-1)
 
     def gates(
         self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer

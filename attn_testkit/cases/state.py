@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ..contract import ForwardMode
-from ..contract.state import ROLLBACKS, SLOTS_IN_DECODE
+from ..contract.state import ROLLBACKS, ROUNDINGS, SLOTS_IN_DECODE
 
 UNIT_KEYS = "unit_keys"
 """Pattern of exact data, in which each token can be found in the state."""
@@ -14,9 +14,23 @@ EXACT_GATES = "exact_gates"
 """Pattern of exact data in which each head has one row whose decay is 0 or 1/2, and all other decays are 1."""
 NEAR_EPSILON = "near_epsilon"
 """Pattern of queries and keys that are as short as the square root of the epsilon of their norm."""
+FAIR_ROUNDING = "fair_rounding"
+"""Pattern for states that are rounded stochastically: the exact state is known to within a small part of a unit."""
 EXACT_DATA = (UNIT_KEYS, EXACT_GATES)
 """Patterns in which columns of a state are values of tokens."""
-STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS, EXACT_GATES, NEAR_EPSILON)
+PASSED_ON = (*EXACT_DATA, FAIR_ROUNDING)
+"""Patterns in which a convolution passes its last input on, without an activation."""
+STATE_DATA = (
+    "mild_decay",
+    "weak_decay",
+    "no_decay",
+    "strong_decay",
+    "like_keys",
+    UNIT_KEYS,
+    EXACT_GATES,
+    NEAR_EPSILON,
+    FAIR_ROUNDING,
+)
 """Data patterns of states (``families/recurrent/data.py``)."""
 
 PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_]+0?)*)(?:\.snap(\d+))?"
@@ -27,6 +41,7 @@ _WORDS = {
     "copied": ("continues", "copy"), "source": ("continues", "source"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"),
     SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), "strided": ("strided", True), "bigpool": ("big", True),
+    "stochastic": ("rounding", "stochastic"),
 }  # fmt: skip
 """Word after the sizes -> field and value. Other values are defaults, and not written."""
 
@@ -53,6 +68,8 @@ class StateShape:
     big: bool = False
     """The pool has so many slots that the place of an element needs more than 31 bits; requests have slots at both
     ends."""
+    rounding: str = "nearest"
+    """Rounding of a state that a decode stores."""
 
     def __str__(self) -> str:
         dtype = next(word for word, name in _DTYPES.items() if name == self.dtype)
@@ -74,7 +91,8 @@ class StateShape:
     def in_mode(self, mode: ForwardMode) -> StateShape:
         """The shape in another mode of the instance: most modes take nothing back, so they name no way of it."""
         keeps = mode is ForwardMode.DECODE and self.rollback == SLOTS_IN_DECODE
-        return self if keeps else replace(self, rollback=ROLLBACKS[0])
+        rounding = self.rounding if mode is ForwardMode.DECODE else ROUNDINGS[0]
+        return replace(self, rollback=self.rollback if keeps else ROLLBACKS[0], rounding=rounding)
 
     @property
     def padded_index(self) -> int:

@@ -15,10 +15,11 @@ from ..cases.features.state import nearest_state
 from ..cases.layers import Layers
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Extend, Verify, room_for
-from ..cases.state import EXACT_DATA, EXACT_GATES, NEAR_EPSILON, UNIT_KEYS, StateShape
+from ..cases.state import EXACT_DATA, EXACT_GATES, FAIR_ROUNDING, NEAR_EPSILON, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, ROLLBACKS
+from ..contract.state_kind import STATE_KINDS
 from .array import array_of
 from .row_ranks import state_rank_cases
 from .state_columns import CHUNK, DRAWN, kinds_of, prompts, rollbacks_of, rollbacks_of_instances, with_softmax
@@ -61,6 +62,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         yield from _multi_mode(declared, mode, first)
         yield from _beyond_a_grid(declared, mode, first)
         yield from _near_epsilon(declared, first)
+        yield from _rounded_stochastically(declared, mode, first)
 
 
 _BOX = 8
@@ -151,7 +153,7 @@ def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
     """A small case of a kind, with the widest convolution, and with default conventions if they are declared."""
     assert first.state is not None
     assert declared.state is not None
-    width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)
+    width = max(declared.state.conv_widths) if STATE_KINDS[heads.family].convolves else 1
     plain = StateShape(first.state.k_dim, width)
     shape = nearest_state(declared.state, plain, heads.family, verifies=first.tree is not None)
     return first.with_changes(heads=heads, state=shape, data=DRAWN[0], layers=Layers(), padding="prod")
@@ -196,9 +198,9 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         if tier != "smoke":
             yield _with_prompts(declared, case, _LONG)
             yield _with_prompts(declared, case, _MIXED)
-            summed = heads.family in ("mamba", "lightning")
-            if summed not in done:
-                done.add(summed)
+            overwrites = STATE_KINDS[heads.family].overwrites
+            if overwrites not in done:
+                done.add(overwrites)
                 yield _with_prompts(declared, case, ((0, 11), (_MANY_CHUNKS[tier], 37)))
             yield from _with_gates(declared, case)
         elif index:
@@ -212,7 +214,7 @@ _GATED = ((9, 30, 0), (140, 70, 40))
 def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:
     """Prompts in which single rows forget all or half of a state, for kinds whose decays differ between rows."""
     wide = [each for each in ("bf16", "fp32") if each in declared.precision.dtypes]
-    if case.heads.family == "lightning" or (case.heads.family == "mamba" and not wide):
+    if STATE_KINDS[case.heads.family].fixed_decay or (case.heads.family == "mamba" and not wide):
         return
     if case.heads.family == "mamba" and case.dtype == "fp16":
         case = case.with_changes(dtype=wide[0])
@@ -222,12 +224,27 @@ def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:
 def _near_epsilon(declared: Capabilities, first: Case) -> Iterator[Case]:
     """Queries and keys as short as the epsilon of their norm, for each kind that divides them by it."""
     for heads in kinds_of(declared):
-        if heads.family in ("gdn", "kda"):
+        if STATE_KINDS[heads.family].normalizes:
             case = _plain(declared, first, heads).with_changes(data=NEAR_EPSILON)
             if case.mode is ForwardMode.EXTEND:
                 yield _with_prompts(declared, case, _MIXED)
             else:
                 yield case.of_requests((5, 1, 30), padded=1)
+
+
+def _rounded_stochastically(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
+    """Decodes that round states stochastically: for each kind, and for each 16-bit dtype of the first one. With a
+    convolution that always ends with ``silu`` the exact state is not known well enough for more than its limit.
+    """
+    assert declared.state is not None
+    dtypes = [each for each in ("fp16", "bf16") if each in declared.state.dtypes]
+    if mode is not ForwardMode.DECODE or "stochastic" not in declared.state.rounding or not dtypes:
+        return
+    data = FAIR_ROUNDING if declared.state.plain_convolution else DRAWN[0]
+    for index, heads in enumerate(kinds_of(declared)):
+        for dtype in dtypes if not index else dtypes[:1]:
+            case = _of_shape(_plain(declared, first, heads), dtype=dtype, rounding="stochastic")
+            yield case.with_changes(data=data).of_requests((5, 1, 30), padded=1)
 
 
 _TREES = (Tree((0, 0, 1, 1, 3)), Tree((0, 0, 0, 2, 2)), Tree((0, 1, 0, 3)), Tree((0, 0)))

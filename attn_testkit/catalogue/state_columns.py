@@ -15,12 +15,13 @@ from ..cases.fields import Changes
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Extend, Verify, room_for
-from ..cases.state import EXACT_DATA, NEAR_EPSILON, STATE_DATA, StateShape
+from ..cases.state import EXACT_DATA, FAIR_ROUNDING, NEAR_EPSILON, STATE_DATA, StateShape
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, SLOTS_IN_DECODE, STATE_DTYPES
+from ..contract.state_kind import STATE_KINDS
 
-DRAWN = tuple(each for each in STATE_DATA if each not in (*EXACT_DATA, NEAR_EPSILON))
+DRAWN = tuple(each for each in STATE_DATA if each not in (*EXACT_DATA, NEAR_EPSILON, FAIR_ROUNDING))
 """Data patterns that are not exact."""
 _BATCHES: Mapping[str, tuple[int, ...]] = {
     "one": (5,), "three": (1, 70, 9), "fresh and begun": (0, 33, 0, 4), "many": (3, 1, 12, 7, 2, 20, 5),
@@ -103,9 +104,9 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     for name, dims in (("head_dim", declared.heads.head_dims), ("k_dim", state.k_dims)) if row.get("size") else ():
         if row[name] > max(min(dims), _MOST_DIM):
             raise ValueError(f"{name} {row[name]} is more than a large batch needs")
-    if heads.family == "lightning":
+    if not STATE_KINDS[heads.family].convolves:
         if width > 1 and 1 in state.conv_widths:
-            raise ValueError("Lightning has no convolution")
+            raise ValueError(f"layers of {heads.family} have no convolution")
         width = 1
     shape = StateShape(
         row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],

@@ -10,6 +10,7 @@ import torch
 
 from ..cases.features.handed import handed_of
 from ..contract import heads_of_rank
+from ..contract.state_kind import STATE_KINDS
 from ..results.finding import Finding
 from .evaluation import Evaluation
 from .observation import Observation
@@ -18,8 +19,6 @@ _WHATS = (
     "K", "V", "scales of K", "scales of V", "index keys", "index scales", "window", "state",
     "the sender's memory", "memory between slots", "nothing", "unknown",
 )  # fmt: skip
-_PARTS = {"mamba": ("x", "B", "C")}
-"""Kind of a layer -> names of the parts of its windows; others have q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def _row(place: Place) -> str:
 def _part(observed: Observation, place: Place) -> str:
     if place.words != "window":
         return ""
-    return f" in the channels of {_PARTS.get(observed.schedule.case.heads.family, ('q', 'k', 'v'))[place.part]}"
+    return f" in the channels of {STATE_KINDS[observed.schedule.case.heads.family].parts[place.part]}"
 
 
 def _hint(observed: Observation, place: Place) -> str:
@@ -157,7 +156,7 @@ def _of_heads(observed: Observation, place: Place, held: Place) -> str:
     if held.part != place.part:
         return "the channels of each part are divided among ranks part by part"
     here = case.heads.kv_heads
-    if place.words == "state" or (place.words == "window" and place.part == _value_part(case.heads.family)):
+    if place.words == "state" or (place.words == "window" and place.part == STATE_KINDS[case.heads.family].value_part):
         here = case.heads.q_heads
     total = here * handed.ranks if case.state is not None else handed.total(here)
     rank = case.derived("receiving-rank", handed.ranks)
@@ -166,10 +165,6 @@ def _of_heads(observed: Observation, place: Place, held: Place) -> str:
     return (
         f"this is head {other} of the {total} of the model, and head {own} belongs here (rank {rank} of {handed.ranks})"
     )
-
-
-def _value_part(kind: str) -> int:
-    return 0 if kind == "mamba" else 2
 
 
 EVALUATIONS = (

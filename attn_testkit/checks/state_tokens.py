@@ -30,7 +30,7 @@ def token_text(
     path = set(data.path(request, rows))
     own = [(token, value) for row, token, value in every if row in path]
     rejected = [(token, value) for row, token, value in every if row not in path]
-    summed = data.layers[0].kind in ("mamba", "lightning")
+    summed = not data.layers[0].of_kind.overwrites
     of = f"of request {request}"
     for token, value in reversed(own):
         if summed and _same(held, right - value):
@@ -75,19 +75,25 @@ def _gate_text(data: StateStepData, at: tuple[int, int, int, int]) -> str:
 
 def read_text(data: StateStepData, outputs: Sequence[torch.Tensor]) -> tuple[str, tuple[int, int, int]] | None:
     """Name a token that is missing in the outputs of a layer, or applied too early, with layer, row and head. None if
-    there is none. Only for GDN and KDA: in Mamba2 and Lightning every token remains in the state.
+    there is none. Only for kinds that overwrite: in others every token remains in the state.
     """
-    if data.asked_keys is None or data.has_gates or data.layers[0].kind in ("mamba", "lightning") or not len(outputs):
+    if data.asked_keys is None or data.has_gates or not data.layers[0].of_kind.overwrites or not len(outputs):
         return None
     want = recur(data)
     out = torch.stack([each.reshape(want.out.shape[1:]) for each in outputs])
     error = (out.double() - want.out).nan_to_num(0.0)
-    size = data.layers[0].k_dim ** -0.5
+    normalizes = data.layers[0].of_kind.normalizes
+    size = data.layers[0].k_dim ** -0.5 if normalizes else 1.0
     wrong = (error.abs() > torch.maximum(want.out_limit, torch.tensor(0.5 * size * 2**-0.5))).any(-1)
     for layer, row, head in wrong.nonzero().tolist()[:_MOST_TRIED]:
         of_layer = data.layers[layer]
         first, second = data.asked_keys[layer, row, head * of_layer.k_heads // of_layer.v_heads].tolist()
-        off = error[layer, row, head] / size * (1.0 if first == second else 2**0.5)
+        off = error[layer, row, head] / size
+        if normalizes:
+            off = off * (1.0 if first == second else 2**0.5)
+        elif first == second:
+            # A query that is not divided by its length has that key twice.
+            off = off / 2
         for key in dict.fromkeys((first, second)):
             found = _misread(data, layer, row, head, key, off)
             if found:
@@ -130,7 +136,7 @@ def _values(
     assert data.unit_keys is not None
     of_layer = data.layers[layer]
     keys, wide = of_layer.k_heads * of_layer.k_dim, of_layer.v_dim
-    first = (0 if of_layer.kind == "mamba" else 2 * keys) + head * wide
+    first = keys * of_layer.of_kind.value_part + head * wide
     group = head * of_layer.k_heads // of_layer.v_heads
     rows = (data.row_request == request).nonzero().flatten()
     wrote = (data.unit_keys[layer, rows, group] == key).nonzero().flatten().tolist()

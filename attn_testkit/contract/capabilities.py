@@ -27,6 +27,7 @@ from .server_conventions import ServerConventions
 from .spans import Spans
 from .sparse import Sparse, refused_selections
 from .state import State, refused_states
+from .state_kind import STATE_KINDS
 from .windows import Windows
 
 __all__ = ["Capabilities", "Unsupported"]
@@ -186,8 +187,7 @@ class Capabilities(Declared):
         if self.state is None or self.heads.families - of_states:
             raise ValueError(
                 f"Capabilities.heads.families are {', '.join(sorted(self.heads.families))}, and state={self.state!r}: "
-                "layers that keep a state are gdn, kda, mamba and lightning, and need state=State(...); others have "
-                "none"
+                f"layers that keep a state are {', '.join(STATE_KINDS)}, and need state=State(...); others have none"
             )
         others = (self.eager | self.graph) - _MODES_OF_STATES
         if others:

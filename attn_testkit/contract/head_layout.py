@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from .state_kind import STATE_KINDS, StateKind
+
 __all__ = ["HEAD_LAYOUTS", "HeadLayout", "OfHeadLayout", "head_layout_of", "register_head_layout"]
 
 KVHeads = Literal["as many", "some", "one", "a divisor"]
@@ -40,8 +42,14 @@ class HeadLayout:
     """Layers of one model may differ in their heads (``HeadShapes.heads_by_layer``)."""
     wide_rows: bool = False
     """Rows are so wide that large cases have fewer heads and shorter contexts."""
-    has_state: bool = False
-    """Layers keep a recurrent state for each request, and no keys: ``contract/state_layer.py``."""
+    state_kind: StateKind | None = None
+    """Kind of the recurrent state that layers keep for each request, with no keys: ``contract/state_layer.py``. None:
+    they keep none."""
+
+    @property
+    def has_state(self) -> bool:
+        """Layers keep a recurrent state for each request, and no keys."""
+        return self.state_kind is not None
 
     @property
     def pool_rows(self) -> int:
@@ -63,9 +71,6 @@ class HeadLayout:
         return q_heads if self.kv_heads == "as many" else 1
 
 
-_KINDS_OF_STATES: dict[str, KVHeads] = {
-    "gdn": "a divisor", "kda": "a divisor", "mamba": "a divisor", "lightning": "as many",
-}  # fmt: skip
 HEAD_LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -74,11 +79,14 @@ HEAD_LAYOUTS = {
         HeadLayout("mqa", "one"),
         HeadLayout("mla", "one", values_in_keys=True, usual_scaling=False, by_layer=False, wide_rows=True),
         *(
-            HeadLayout(kind, heads, family="recurrent", usual_scaling=False, by_layer=False, has_state=True)
-            for kind, heads in _KINDS_OF_STATES.items()
+            HeadLayout(
+                kind.name, "a divisor" if kind.groups else "as many", family="recurrent", usual_scaling=False,
+                by_layer=False, state_kind=kind,
+            )
+            for kind in STATE_KINDS.values()
         ),
     )
-}
+}  # fmt: skip
 """Name -> layout, the simplest first."""
 
 

@@ -9,9 +9,20 @@ from .context import BackendContext
 from .declared import Declared, is_whole, spelled
 from .modes import ForwardMode
 from .refusal import Refusal, first_outside, name_of_dtype
+from .state_kind import STATE_KINDS
 from .state_pool import StateContext
 
-__all__ = ["CONTINUES", "FRESH", "KINDS", "ORDERS", "PADDED_STATES", "PRODUCTS", "ROLLBACKS", "STATE_DTYPES", "State"]
+__all__ = [
+    "CONTINUES",
+    "FRESH",
+    "ORDERS",
+    "PADDED_STATES",
+    "PRODUCTS",
+    "ROLLBACKS",
+    "ROUNDINGS",
+    "STATE_DTYPES",
+    "State",
+]
 
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
@@ -20,16 +31,16 @@ ORDERS = ("vk", "kv")
 SLOTS_IN_DECODE = "slots_in_decode"
 ROLLBACKS = ("commit", "slots", SLOTS_IN_DECODE)
 CONTINUES = ("copy", "source")
+ROUNDINGS = ("nearest", "stochastic")
 PRODUCTS = ("fp32", "tf32", "model")
-KINDS = ("gdn", "kda", "mamba", "lightning")
 
 
 @dataclass(frozen=True)
 class State(Declared):
     """The recurrent states that a backend supports: ``Capabilities(state=State(k_dims={128}, dtypes={"fp32"}))``.
 
-    The kinds of layers are ``HeadShapes.families`` (``gdn``, ``kda``, ``mamba``, ``lightning``), the numbers of value
-    heads per key head ``gqa_ratios``, and the widths of a value ``head_dims``.
+    The kinds of layers are ``HeadShapes.families`` (names of ``STATE_KINDS``), the numbers of value heads per key head
+    ``gqa_ratios``, and the widths of a value ``head_dims``.
 
     Raises ``ValueError`` for a wrong spelling, and for sets that are empty.
     """
@@ -71,6 +82,12 @@ class State(Declared):
     strided: bool = False
     """May the layers of a slot be stored in one block, so that slots are strided (``StatePool``)? Default: each layer
     is contiguous."""
+    rounding: Set[str] = frozenset({"nearest"})
+    """Roundings of a 16-bit state that a decode stores. ``nearest``: to the nearest number. ``stochastic``: to the
+    number above or below, with probabilities by distance, with new random numbers for each element and step
+    (``--enable-mamba-cache-stochastic-rounding`` of SGLang and vLLM, ``rand_seed`` of FlashInfer's
+    ``selective_state_update``). Outputs are read before the rounding. Prompts and drafts round to the nearest number,
+    as chunked kernels do. ``StateContext.rounding`` has the one of an instance."""
     products: str = "fp32"
     """Format to which a kernel rounds the factors of its matrix products: ``fp32``, ``tf32``, or ``model`` for the
     model's dtype, as chunked kernels of prefill do. The limits follow from it, in extend only: kernels that process one
@@ -90,12 +107,14 @@ class State(Declared):
     def _check(self) -> None:
         for name, known in (
             ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),
-            ("rollback", ROLLBACKS), ("continues", CONTINUES),
+            ("rollback", ROLLBACKS), ("continues", CONTINUES), ("rounding", ROUNDINGS),
         ):  # fmt: skip
             self._check_words(name, known)
             if not getattr(self, name):
                 raise ValueError(f"State.{name} is empty; write one or more of {', '.join(known)}")
-        self._check_words("trees", KINDS)
+        if "nearest" not in self.rounding:
+            raise ValueError("State.rounding must have 'nearest', too: prompts and drafts round states so")
+        self._check_words("trees", tuple(STATE_KINDS))
         for name in ("k_dims", "conv_widths", "snapshots"):
             values = self._listed(name)
             if not (values or name == "snapshots") or not all(is_whole(each) and each >= 1 for each in values):
@@ -128,6 +147,7 @@ def _refused(declared: State, context: BackendContext, state: StateContext) -> I
     if state.pool.strided and not declared.strided:
         yield "strided states", True
     yield from first_outside("padded states", [state.padding], declared.padding)
+    yield from first_outside("rounding of states", [state.rounding], declared.rounding)
     yield from first_outside("fresh states", [state.fresh], declared.fresh)
     if verifies and context.topk > 1:
         trees = declared.trees if state.rollback == "commit" else frozenset()

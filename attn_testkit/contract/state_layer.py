@@ -9,13 +9,14 @@ from typing_extensions import override
 
 from .head_layout import HEAD_LAYOUTS, HeadLayout
 from .layer import AttentionLayer
+from .state_kind import STATE_KINDS, StateKind
 
 __all__ = ["StateLayer"]
 
 
 @dataclass(frozen=True)
 class StateLayer(AttentionLayer):
-    """A layer that stores one state per request, however long the request is: GDN, KDA, Mamba2, Lightning.
+    """A layer that stores one state per request, however long the request is: GDN, KDA, Mamba2, Lightning, RWKV-7.
 
     Hk key heads (Mamba2: groups) of width K, Hv value heads of width V. Value head h uses key head h // (Hv / Hk). Each
     row has ``mixed`` [T, C], to which a causal convolution of W taps is applied per channel, and gates:
@@ -27,6 +28,7 @@ class StateLayer(AttentionLayer):
     ``kda``        the same                                  [T, Hv * K]          [T, Hv]         [V, K]
     ``mamba``      x [Hv, V], B, C [Hk, K] each              dt [T, Hv]           none            [V, K]
     ``lightning``  q, k [Hv, K] each, v [Hv, V]              none                 none            [V, K]
+    ``rwkv``       the same                                  [T, Hv * K]          [T, Hv * K]     [V, K]
     ============== ========================================= ==================== =============== =====================
 
     After the convolution (``activation`` of bias + sum of taps times inputs, oldest first) each row updates the state
@@ -38,10 +40,13 @@ class StateLayer(AttentionLayer):
       dt_bias)).
     * ``mamba``: dt = softplus(dt + dt_bias); S = exp(-exp(A_log) dt) S + dt x B^T; out = S C + D x.
     * ``lightning``: S = exp(-slope) S + v k^T; out = S q.
+    * ``rwkv`` (RWKV-7): w = exp(-exp(-1/2) sigmoid(a)) and eta = sigmoid(b), one for each channel of K; kappa = k k_k
+      divided by its length; S = S diag(w) - (S kappa) (eta kappa)^T + v (k (1 + (eta - 1) k_a))^T; out = S q. kappa
+      reads the state before its decay.
     """
 
     kind: str = "gdn"
-    """``gdn``, ``kda``, ``mamba`` or ``lightning``."""
+    """Name of ``STATE_KINDS``."""
     conv_weight: torch.Tensor | None = field(default=None, compare=False)
     """[C, W] in the model's dtype, the tap of the oldest input first; None: no convolution (W is 1)."""
     conv_bias: torch.Tensor | None = field(default=None, compare=False)
@@ -49,15 +54,24 @@ class StateLayer(AttentionLayer):
     activation: str = "silu"
     """Activation after the convolution: ``silu`` or ``none``."""
     A_log: torch.Tensor | None = field(default=None, compare=False)
-    """[Hv] float32; None in Lightning."""
+    """[Hv] float32; None in Lightning and RWKV-7."""
     dt_bias: torch.Tensor | None = field(default=None, compare=False)
-    """[Hv] float32, KDA: [Hv, K]; None in Lightning."""
+    """[Hv] float32, KDA: [Hv, K]; None in Lightning and RWKV-7."""
     D: torch.Tensor | None = field(default=None, compare=False)
     """[Hv] float32, Mamba2 only."""
     slope: torch.Tensor | None = field(default=None, compare=False)
     """[Hv] float32, Lightning only."""
+    k_k: torch.Tensor | None = field(default=None, compare=False)
+    """[Hv, K] float32, RWKV-7 only: factors of the key that removes."""
+    k_a: torch.Tensor | None = field(default=None, compare=False)
+    """[Hv, K] float32, RWKV-7 only: how much eta scales the key that is added."""
     lower_bound: float | None = None
     """Smallest g of KDA; None: no bound."""
+
+    @property
+    def of_kind(self) -> StateKind:
+        """Properties of the layer's kind."""
+        return STATE_KINDS[self.kind]
 
     @property
     def k_heads(self) -> int:
@@ -87,20 +101,16 @@ class StateLayer(AttentionLayer):
     @property
     def parts(self) -> tuple[int, int, int]:
         """Elements of ``mixed``, ``a`` and ``b`` of a row."""
-        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
-        mixed = 2 * keys + values
-        return {
-            "gdn": (mixed, self.v_heads, self.v_heads),
-            "kda": (mixed, self.v_heads * self.k_dim, self.v_heads),
-            "mamba": (mixed, self.v_heads, 0),
-            "lightning": (mixed, 0, 0),
-        }[self.kind]
+        of = self.of_kind
+        widths = {"none": 0, "head": self.v_heads, "channel": self.v_heads * self.k_dim}
+        mixed = sum(heads * width for heads, width in self.channels)
+        return mixed, widths[of.a], widths[of.b]
 
     @property
     def channels(self) -> tuple[tuple[int, int], ...]:
         """Heads and their width, of each part of ``mixed`` in its order. Tensor parallelism splits each part."""
         keys, values = (self.k_heads, self.k_dim), (self.v_heads, self.v_dim)
-        return (values, keys, keys) if self.kind == "mamba" else (keys, keys, values)
+        return tuple(values if part == self.of_kind.value_part else keys for part in range(len(self.of_kind.parts)))
 
     @property
     @override

@@ -193,3 +193,5 @@ class StateContext:
     """Length of a chunk at whose ends states are copied (``State.snapshots``); 0: never."""
     continues: str = "copy"
     """Way in which a request continues a state of the prefix cache (``State.continues``)."""
+    rounding: str = "nearest"
+    """Rounding of a state that a decode stores (``State.rounding``)."""

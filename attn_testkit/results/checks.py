@@ -268,6 +268,16 @@ _TABLE = (
         place=4,
     ),
     Check(
+        "state-rounding",
+        "A decode that rounds its states stochastically stores the number below or above the exact value, each as "
+        "often as it is near, with new random numbers for each element and step.",
+        "A seed that a graph freezes at its capture, an offset that leaves out the row, a rounding that adds a half.",
+        "sglang #26929; vLLM #35753; flashinfer #2645",
+        "`where` has the measured value and the limit, which follows from the variance of a fair rounding.",
+        evaluated_from=Stage.OBSERVED,
+        place=16,
+    ),
+    Check(
         "index-stored",
         "The index pool holds the FP8 key and the scale of each token of the step, and no other byte of it changes.",
         "A page written token by token, scale views of all layers that alias, padded rows stored over live ones.",

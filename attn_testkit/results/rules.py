@@ -783,6 +783,19 @@ RULES: tuple[Rule, ...] = (
         declared=("prefill_ranks",),
     ),
     Rule(
+        "AB-STATE-008",
+        "MAY",
+        "A decode that rounds states stochastically rounds each element up with the probability of its place between "
+        "two numbers, independently of other elements and steps.",
+        ("state-rounding", "state-matches-oracle"),
+        ("state", "data"),
+        ("sglang #26929", "vLLM #35753"),
+        "The server says at start whether states are rounded stochastically.",
+        ("decode",),
+        families=("recurrent",),
+        declared=("state",),
+    ),
+    Rule(
         "AB-HAND-001",
         "MAY",
         "A request whose memory another instance hands over has the sender's bits in every layer and pool.",

@@ -159,7 +159,7 @@ def test_loops_of_states_have_each_rollback_and_those_of_hybrids_each_kind() -> 
     alone = loops(TorchNativeStateBackend.capabilities, verify)
     assert [case.state.rollback for case in alone if case.state] == ["commit", "slots", "slots_in_decode"]
     hybrids = loops(TorchNativeHybridBackend.capabilities, verify)
-    assert [case.heads.family for case in hybrids] == ["gdn", "kda", "mamba", "lightning"]
+    assert [case.heads.family for case in hybrids] == ["gdn", "kda", "mamba", "lightning", "rwkv"]
     assert {case.state.rollback for case in hybrids if case.state} == set(ROLLBACKS)
     assert {(case.head_dim, case.state.k_dim) for case in [*alone, *hybrids] if case.state} == {(64, 64)}
 

@@ -51,8 +51,9 @@ def words(cell: str) -> list[str]:
 EVERYWHERE = [(word, "decode") for row in table("Always there") for word in words(row[0]) if word not in PLAIN]
 OF_MODES = [(w, mode) for row in table("Of a mode") for w in words(row[0]) for mode in row[1].split(", ")]
 OPTIONAL = [(word, "decode") for row in table("Optional") for word in words(row[0])]
+WITHOUT_CONVOLUTION = ("lightning8", "rwkv8")
 OF_STATES = [
-    (word, STATES.replace("gdn4x2-", "lightning4-").replace("w2", "w1") if word.startswith("lightning") else STATES)
+    (word, STATES.replace("gdn4x2-", f"{word[:-1]}4-").replace("w2", "w1") if word in WITHOUT_CONVOLUTION else STATES)
     for row in table("Of layers that keep a state")
     for word in words(row[0])
 ]

@@ -17,13 +17,13 @@ from attn_testkit.families.table import family_of
 from attn_testkit.steps.schedule import make_schedule, only
 
 CASE = "extend-{kind}-d32-{dtype}-p16-k0.17.5-n6a1.4.9-shuffled-{data}-k16w{width}s{state}{more}-b3prod"
-KINDS = ["gdn2x2", "kda2x2", "mamba2x2", "lightning2"]
+KINDS = ["gdn2x2", "kda2x2", "mamba2x2", "lightning2", "rwkv2"]
 
 
 def case_id(
     kind: str = "gdn2x2", dtype: str = "bf16", data: str = "mild_decay", state: str = "32", more: str = ""
 ) -> str:
-    return CASE.format(kind=kind, dtype=dtype, data=data, state=state, more=more, width=1 if kind[0] == "l" else 4)
+    return CASE.format(kind=kind, dtype=dtype, data=data, state=state, more=more, width=1 if kind[0] in "lr" else 4)
 
 
 def data_of(name: str) -> StateStepData:
@@ -62,6 +62,15 @@ def by_hand(data: StateStepData, layer_index: int, request: int) -> tuple[np.nda
             s = state[head]
             if layer.kind == "lightning":
                 s = math.exp(-float(layer.slope[head])) * s + np.outer(v, k)
+                out[head] = s @ q
+            elif layer.kind == "rwkv":
+                channels = slice(head * layer.k_dim, (head + 1) * layer.k_dim)
+                w = np.exp(-math.exp(-0.5) / (1 + np.exp(-data.k[layer_index, row].double().numpy()[channels])))
+                eta = 1 / (1 + np.exp(-data.v[layer_index, row].double().numpy()[channels]))
+                kappa = k * layer.k_k.double().numpy()[head]
+                kappa = kappa / math.sqrt(float(kappa @ kappa))
+                added = k * (1 + (eta - 1) * layer.k_a.double().numpy()[head])
+                s = s @ (np.diag(w) - np.outer(kappa, eta * kappa)) + np.outer(v, added)
                 out[head] = s @ q
             elif layer.kind == "mamba":
                 dt = softplus(float(data.k[layer_index, row, head]) + float(layer.dt_bias[head]))
@@ -131,6 +140,10 @@ def test_the_decay_of_a_pattern_is_what_its_name_says(kind: str, data: str, low:
             low, high = max(low, math.exp(-5.0)), max(high, 0.9)
         if layer.slope is not None:
             decay = np.exp(-layer.slope.double().numpy())
+        elif layer.kind == "rwkv":
+            # Its decay is at least 0.545 by definition.
+            low, high = max(low, 0.545), max(high, 0.546)
+            decay = torch.exp(-math.exp(-0.5) * torch.sigmoid(step.k[layer_index].double())).numpy()
         elif layer.kind == "mamba":
             gate = step.k[layer_index].double() + layer.dt_bias.double()
             decay = torch.exp(-layer.A_log.double().exp() * torch.nn.functional.softplus(gate)).numpy()
@@ -156,7 +169,7 @@ def test_exact_data_puts_values_of_tokens_into_columns(kind: str) -> None:
     mixed = step.q[0, last].double()
     first = 0 if kind[0] == "m" else 2 * layer.k_heads * layer.k_dim
     value, column = mixed[first : first + layer.v_dim], found.states[0, 2, 0, :, int(keys[0, last, 0])]
-    if kind[:1] in "gk":
+    if kind[:1] in "gkr":
         assert float((column - value).abs().max()) < 1e-3, "the last token overwrites its column"
     else:
         factor = 32.0 if kind[0] == "m" else 1.0
@@ -268,8 +281,9 @@ def test_layers_differ_and_only_some_have_a_bias() -> None:
     assert family_of(parse_case(case_id())) is RECURRENT
 
 
-def test_an_idle_step_has_no_rows() -> None:
-    schedule = make_schedule(parse_case(case_id()))
+@pytest.mark.parametrize("kind", ["gdn2x2", "lightning2", "rwkv2"])
+def test_an_idle_step_has_no_rows(kind: str) -> None:
+    schedule = make_schedule(parse_case(case_id(kind)))
     step = replace(schedule.steps[0], requests=(), name="idle")
     data = make_state_data(schedule, step)
     assert data.q.shape[1] == data.states.shape[1] == 0

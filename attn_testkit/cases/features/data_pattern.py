@@ -46,6 +46,10 @@ DATA_PATTERN = Feature(
             also=("data",),
         ),
         Entry("mild_decay", "Each token multiplies a state by 0.4 to 0.8."),
+        Entry(
+            "fair_rounding",
+            "Decay as mild_decay, without a convolution's rounding, for states that are rounded stochastically.",
+        ),
         Entry("weak_decay", "Each token multiplies a state by 0.998, so errors of many tokens add up."),
         Entry("no_decay", "Each token multiplies a state by exactly 1."),
         Entry("strong_decay", "Each token makes a state forget all that it held."),

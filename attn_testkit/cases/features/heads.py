@@ -237,6 +237,13 @@ HEADS = Feature(
             page="how-to/recurrent-states.md",
             numbers=True,
         ),
+        Entry(
+            "rwkv8",
+            "RWKV-7: a decay and a learning rate for each channel of a key, and no convolution.",
+            also=("RWKV-7", "RWKV"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
     ),
     describe=lambda case: {"heads": _phrase(case)},
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),

@@ -9,21 +9,39 @@ from typing import Any
 import torch
 
 from ...contract import BackendContext, Capabilities, ForwardMode
-from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, SLOTS_IN_DECODE, STATE_DTYPES, State
+from ...contract.state import (
+    CONTINUES,
+    FRESH,
+    ORDERS,
+    PADDED_STATES,
+    ROLLBACKS,
+    ROUNDINGS,
+    SLOTS_IN_DECODE,
+    STATE_DTYPES,
+    State,
+)
+from ...contract.state_kind import STATE_KINDS
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from ..rows import Decode, Extend, Verify
-from ..state import EXACT_DATA, EXACT_GATES, NEAR_EPSILON, PATTERN, STATE_DATA, StateShape
+from ..state import EXACT_GATES, FAIR_ROUNDING, NEAR_EPSILON, PASSED_ON, PATTERN, STATE_DATA, StateShape
 from ..trees import chain
 from .feature import Asked, Bound, Covered, Draws, Feature, Trait, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 
 _SETS = {
     "k_dim": "k_dims", "conv_width": "conv_widths", "dtype": "dtypes", "padding": "padding", "fresh": "fresh",
-    "order": "orders", "rollback": "rollback",
+    "order": "orders", "rollback": "rollback", "rounding": "rounding",
 }  # fmt: skip
 """Field of ``StateShape`` -> field of ``State`` that lists its values."""
-_ORDER = {"dtype": STATE_DTYPES, "padding": PADDED_STATES, "fresh": FRESH, "order": ORDERS, "rollback": ROLLBACKS}
+_ORDER = {
+    "dtype": STATE_DTYPES,
+    "padding": PADDED_STATES,
+    "fresh": FRESH,
+    "order": ORDERS,
+    "rollback": ROLLBACKS,
+    "rounding": ROUNDINGS,
+}
 """Order of values, the usual one first."""
 
 
@@ -50,6 +68,7 @@ _CONVENTIONS = {
     "slots": "a slot for each node of a draft",
     SLOTS_IN_DECODE: "a slot for each node of a draft, which a decode without a draft gets, too",
     "strided": "there are gaps between slots",
+    "stochastic": "states are rounded stochastically",
     "bigpool": "a pool of more than 2^31 elements",
 }
 """Word of ``StateShape`` after its sizes -> its meaning."""
@@ -67,15 +86,15 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     state, each = declared.state, case.state
     if state is None or each is None:
         return state is None and each is None
-    # Nothing is taken back outside of target-verify, and Lightning has no convolution.
-    without = {"rollback": case.tree is None, "conv_width": case.heads.family == "lightning"}
+    # Nothing is taken back outside of target-verify, and some kinds have no convolution.
+    without = {"rollback": case.tree is None, "conv_width": not STATE_KINDS[case.heads.family].convolves}
     asked = {one: many for one, many in _SETS.items() if not without.get(one)}
     return (
         all(getattr(each, one) in getattr(state, many) for one, many in asked.items())
         and (state.strided or not each.strided)
         and each.snapshots in state.snapshots | {0}
         and each.continues in state.continues | {""}
-        and (state.plain_convolution or case.data not in EXACT_DATA)
+        and (state.plain_convolution or case.data not in PASSED_ON)
     )
 
 
@@ -95,17 +114,19 @@ def _tree_declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verifies: bool) -> StateShape:
-    """The declared shape that is nearest to ``shape``. ``kind``: kind of the layers; Lightning has no convolution.
+    """The declared shape that is nearest to ``shape``. ``kind``: kind of the layers.
     ``verifies``: True for target-verify.
     """
     found = {name: _sorted(declared, name)[0] for name in _SETS}
     for name in _SETS if shape else ():
         if getattr(shape, name) in getattr(declared, _SETS[name]):
             found[name] = getattr(shape, name)
-    if kind == "lightning":
+    if not STATE_KINDS[kind].convolves:
         found["conv_width"] = 1
     if not verifies:
         found["rollback"] = ROLLBACKS[0]
+    if verifies or found["dtype"] == "fp32":
+        found["rounding"] = ROUNDINGS[0]
     each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
     strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
     continues = shape.continues if shape and shape.continues in declared.continues and not verifies else ""
@@ -122,6 +143,10 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
         if declared.state is None
         else nearest_state(declared.state, case.state, case.heads.family, verifies=verifies)
     )
+    if shape is not None and isinstance(case.rows, Extend):
+        shape = replace(shape, rounding=ROUNDINGS[0])
+    if data == FAIR_ROUNDING and (shape is None or shape.rounding == ROUNDINGS[0]):
+        data = STATE_DATA[0]
     found: Changes = {"state": shape, "data": data}
     if case.tree is not None and _branches(case) and shape and not _goes_by_trees(
         declared, case.heads.family, shape.rollback
@@ -214,7 +239,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     state = declared.state
     if state is None:
         return {}
-    drawn = {name: draws.one_of(_sorted(state, name)) for name in _SETS if name != "rollback"}
+    drawn = {name: draws.one_of(_sorted(state, name)) for name in _SETS if name not in ("rollback", "rounding")}
     rows, changes = so_far["rows"], dict[str, Any]()
     if isinstance(rows, Verify):
         branches = rows.tree.topk > 1
@@ -242,12 +267,15 @@ def _wrong(case: Fields) -> str:
 
 def _without_data(case: Fields) -> str:
     """The reason why layers of the case's kind cannot show what its data pattern is made for; empty if they can."""
-    if case.data == NEAR_EPSILON and case.heads.family not in ("gdn", "kda"):
+    kind = case.heads.layout.state_kind
+    if case.data == FAIR_ROUNDING and case.state and case.state.rounding != "stochastic":
+        return "states are rounded to the nearest number"
+    if case.data == NEAR_EPSILON and not (kind and kind.normalizes):
         return f"layers of {case.heads.family} do not divide queries and keys by their norm"
     if case.data != EXACT_GATES:
         return ""
-    if case.heads.family == "lightning":
-        return "all tokens of a head of Lightning have one decay"
+    if kind and kind.fixed_decay:
+        return f"all tokens of a head of {kind.name} have one decay"
     # The step of such a row is 2^38 times as large as that of the others.
     return "steps of Mamba2 for decays of 0 and of 1 do not both fit in fp16" if _is_narrow_mamba(case) else ""
 
@@ -282,6 +310,7 @@ STATE = Feature(
                 "snapshots of states": "a request has a slot for each node already",
             },
         ),
+        Trait("states of prompts", lambda case: case.state is not None and case.mode is ForwardMode.EXTEND),
         Trait("states of drafts", lambda case: case.state is not None and case.tree is not None),
         Trait("snapshots of states", lambda case: case.state is not None and case.state.snapshots > 0),
         Trait(
@@ -301,6 +330,18 @@ STATE = Feature(
                 "no prompts": "a server copies a state to a request that it admits",
             },
         ),
+        Trait(
+            "states that are rounded stochastically",
+            lambda case: case.state is not None and case.state.rounding == "stochastic",
+            excludes={
+                "states of prompts": "chunked kernels round states to the nearest number",
+                "drafts to verify": "servers round states of drafts to the nearest number",
+                "loop": "tokens of plain decoding would differ from run to run",
+                "multi-mode instance": "only its decodes would round stochastically",
+                "states in fp32": "a state in fp32 is stored as it is computed",
+            },
+        ),
+        Trait("states in fp32", lambda case: case.state is not None and case.state.dtype == "fp32"),
         Trait("no states", lambda case: case.state is None),
     ),
     wrong=_wrong,
@@ -319,7 +360,7 @@ STATE = Feature(
     explained=(
         Entry(
             "recurrent state",
-            "What a layer of GDN, KDA, Mamba2 or Lightning remembers of a request: a matrix per value head, "
+            "What a layer of GDN, KDA, Mamba2, Lightning or RWKV-7 remembers of a request: a matrix per value head, "
             "whatever the length.",
             also=("state", "states", "SSM state", "temporal state"),
             page="how-to/recurrent-states.md",
@@ -383,6 +424,13 @@ STATE = Feature(
         _covered("fresh", "fresh states"),
         _covered("order", "order of a state"),
         Covered(
+            "state rounding",
+            "rounding of states",
+            lambda declared, mode: declared.state.rounding if declared.state and mode is ForwardMode.DECODE else (),
+            lambda declared, case: case.state.rounding if case.state else None,
+            lambda declared, case, value: {"state": replace(case.state, rounding=value)} if case.state else {},
+        ),
+        Covered(
             "state rollback",
             "rollback of states by",
             lambda declared, mode: declared.state.rollback if declared.state and mode.is_target_verify() else (),
@@ -418,6 +466,7 @@ STATE = Feature(
         _other_trees,
         _convention("padding", PADDED_STATES),
         _convention("fresh", FRESH),
+        _convention("rounding", ROUNDINGS),
         _convention("rollback", ROLLBACKS, only_verify=True),
         _convention("continues", CONTINUES),
     ),

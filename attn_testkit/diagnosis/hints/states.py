@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from ...cases.state import EXACT_GATES, NEAR_EPSILON, STATE_DATA
+from ...cases.state import EXACT_GATES, FAIR_ROUNDING, NEAR_EPSILON, STATE_DATA
 from ...contract import StateLayer
 from ...families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake, ChunkSlip
 from ...families.recurrent.data import StateStepData, has_values_beyond_fp16
@@ -204,7 +204,7 @@ _ONE = frozenset({"no_decay", "unit_keys"})
 """Patterns in which the decay is exactly 1."""
 _FORGETS = frozenset({"strong_decay"})
 """Pattern in which a token forgets all that was before it."""
-_DECAY_ALIKE = frozenset(STATE_DATA) - {EXACT_GATES, NEAR_EPSILON}
+_DECAY_ALIKE = frozenset(STATE_DATA) - {EXACT_GATES, NEAR_EPSILON, FAIR_ROUNDING}
 """Patterns that are tried: the rows of a head have decays of one kind."""
 
 

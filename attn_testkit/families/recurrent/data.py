@@ -13,7 +13,9 @@ read by its own row and by the last row before it is overwritten, and a lost tok
 ``exact_gates``: the same, but one row of each head has a decay of 0 or 1/2, at a place where kernels that compute
 prompts in chunks take a product of decays that includes a row too few or too many. With decays that are alike such a
 product is nearly right, or so small that nothing shows. ``near_epsilon``: ``mild_decay``, but queries and keys of GDN
-and KDA are so short that the epsilon of their norm changes the result by a tenth and more.
+and KDA are so short that the epsilon of their norm changes the result by a tenth and more. ``fair_rounding``:
+``mild_decay``, but the convolution passes its last input on, so that the exact state is known to within a small part of
+the unit of its dtype.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from cachetools import LRUCache, cached
 
 from ...cases.fields import Fields
 from ...cases.normals import normals
-from ...cases.state import EXACT_DATA, EXACT_GATES, NEAR_EPSILON, UNIT_KEYS, StateShape
+from ...cases.state import EXACT_DATA, EXACT_GATES, FAIR_ROUNDING, NEAR_EPSILON, PASSED_ON, UNIT_KEYS, StateShape
 from ...cases.trees import Tree
 from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
 from ...steps.schedule import Request, Schedule, Step
 from .chunks import ChunkMistake
+from .rwkv import SLOWEST, RemovalSlip
 
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
@@ -45,7 +48,8 @@ _MOST_EXACT = 60
 _MOST_SUMMED = 3
 """Largest value if the values of all tokens with one key are summed."""
 _DECAYS: Mapping[str, tuple[float, float]] = {
-    "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), NEAR_EPSILON: (0.4, 0.8), "weak_decay": (0.9975, 0.9985),
+    "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), NEAR_EPSILON: (0.4, 0.8),
+    FAIR_ROUNDING: (0.4, 0.8), "weak_decay": (0.9975, 0.9985),
     "no_decay": (1.0, 1.0), "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0), EXACT_GATES: (1.0, 1.0),
 }  # fmt: skip
 _NO_DECAY, _ALL_DECAY = -100.0, 200.0
@@ -60,6 +64,8 @@ _EXACT_DT = 32.0
 """Step of Mamba2 in exact data: softplus returns it unchanged."""
 _EXACT_RATE = 2.0**-36
 """Rate of Mamba2 with ``exact_gates``: a step of 32 leaves a float32 state as it is, and one of 2^43 leaves nothing."""
+_SLOW = 0.6
+"""Decay of RWKV-7 where other kinds have 0 or 1/2: it has none below 0.545."""
 GATES: tuple[tuple[int, float], ...] = tuple(
     (row, decay) for row in (127, 128, 63, 64, 96, 31, 32, 48, 15, 16, 24) for decay in (0.0, 0.5)
 )
@@ -107,7 +113,7 @@ def _conv(
     width, channels = shape.conv_width, layer.parts[0]
     if width == 1:
         return {"activation": "none"}
-    if data in EXACT_DATA:
+    if data in PASSED_ON:
         weight = torch.zeros(channels, width)
         weight[:, -1] = 1.0
         return {"conv_weight": weight.to(dtype), "activation": "none"}
@@ -122,10 +128,12 @@ def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.
         decays = low + (high - low) * (np.arange(heads) + 0.5) / heads
         slope = np.minimum(-np.log(np.maximum(decays, 1e-80)), 200.0)
         return {"slope": torch.from_numpy(np.abs(slope)).float()}
+    if layer.kind == "rwkv":
+        return _rwkv_parameters(heads, layer.k_dim, rng)
     a_log = torch.from_numpy(np.log(rng.uniform(0.6, 1.4, heads))).float()
     if layer.kind == "mamba" and low == high == 1.0:
         a_log = torch.full((heads,), math.log(_EXACT_RATE) if data == EXACT_GATES else -math.inf)
-    bias = (heads, layer.k_dim) if layer.kind == "kda" else (heads,)
+    bias = (heads, layer.k_dim) if layer.of_kind.a == "channel" else (heads,)
     exact_dt = layer.kind == "mamba" and data in EXACT_DATA
     found = {"A_log": a_log, "dt_bias": torch.zeros(bias) if exact_dt else normals(bias, rng) * 0.5}
     if layer.kind == "mamba":
@@ -206,6 +214,10 @@ class StateStepData(StepData):
     """True for exact data in which single rows have a decay of their own (``GATES``)."""
     mistake: ChunkMistake | None = None
     """Mistake of the backend whose answer is computed; None: the right answer."""
+    passed_on: bool = False
+    """True for data whose convolution passes its last input on: no rounding of it moves a state."""
+    removal_slip: RemovalSlip = ""
+    """Mistake in what RWKV-7 removes from a state; empty: the right answer."""
 
     def path(self, request: int, rows: int) -> Sequence[int]:
         """Rows of a request that lead to the state after ``rows`` rows, ascending; the last is row ``rows - 1``."""
@@ -370,7 +382,7 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
         news=tuple(news), kept=kept, trees=trees, unit_keys=joined["keys"] if exact else None,
         asked_keys=joined["asked"] if exact else None, before=before, before_places=places,
-        before_rows=behind, has_gates=case.data == EXACT_GATES,
+        before_rows=behind, has_gates=case.data == EXACT_GATES, passed_on=case.data == FAIR_ROUNDING,
         **memory,
     )  # fmt: skip
 
@@ -493,10 +505,12 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
     if data == "like_keys" and layer.kind != "mamba":
         keys = slice(layer.k_heads * layer.k_dim, 2 * layer.k_heads * layer.k_dim)
         mixed[:, keys] = 0.3 * mixed[:, keys] + normals((1, channels), rng)[:, keys]
-    if layer.kind == "lightning":
+    if not (layer.of_kind.normalizes or layer.of_kind.convolves):
         # Keys and queries of the size that a normalization leaves.
         mixed[:, : 2 * layer.k_heads * layer.k_dim] *= layer.k_dim**-0.5
     b = normals((new, wide_b), rng) * 2.0
+    if layer.of_kind.b == "channel":
+        b = _rwkv_rates(data, new, layer.v_heads, layer.k_dim, rng)
     state = normals((layer.v_heads, layer.v_dim, layer.k_dim), rng) * layer.k_dim**-0.5
     a, window = _gates(layer, data, new, wide_a, rng), normals((channels, 16), rng).clone()
     if data == NEAR_EPSILON:
@@ -534,6 +548,10 @@ def _beyond_fp16(layer: StateLayer, drawn: dict[str, torch.Tensor]) -> dict[str,
 def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Generator) -> torch.Tensor:
     """``a`` [new, wide] that gives the decays of the pattern."""
     low, high = _DECAYS[data]
+    if layer.kind == "rwkv" and low < high:
+        return _rwkv_gates(torch.from_numpy(np.log(rng.uniform(low, high, (new, wide)))))
+    if layer.kind == "rwkv":
+        return torch.full((new, wide), _NO_DECAY if low else _ALL_DECAY)
     if layer.A_log is None or layer.dt_bias is None:
         return torch.zeros(new, wide)
     bias = layer.dt_bias.reshape(-1).double()
@@ -550,13 +568,37 @@ def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Gen
     return torch.log(torch.expm1(g / rate)) - bias
 
 
+def _rwkv_parameters(heads: int, k_dim: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    """``k_k`` and ``k_a`` [H, K] float32, about the values with which training begins, and far enough from 1 that a
+    backend without them is wrong."""
+    return {
+        "k_k": torch.from_numpy(rng.uniform(0.5, 0.9, (heads, k_dim))).float(),
+        "k_a": torch.from_numpy(rng.uniform(0.7, 1.3, (heads, k_dim))).float(),
+    }
+
+
+def _rwkv_gates(g: torch.Tensor) -> torch.Tensor:
+    """``a`` that gives g, the logarithm of a decay; the nearest there is for a decay below exp(-SLOWEST)."""
+    return torch.logit((-g / SLOWEST).clamp(1e-5, 0.99))
+
+
+def _rwkv_rates(data: str, new: int, heads: int, k_dim: int, rng: np.random.Generator) -> torch.Tensor:
+    """``b`` [new, H * K]. With little decay the channels of a head have nearly one rate: a token multiplies an error by
+    up to the norm of diag(w) - kappa^T (eta kappa), which is above 1 where rates differ, and nothing else makes it
+    smaller again.
+    """
+    apart = 0.1 if data in ("weak_decay", "no_decay") else 1.5
+    one = rng.standard_normal((new, heads, 1)) * 1.5
+    return torch.from_numpy(one + apart * rng.standard_normal((new, heads, k_dim))).flatten(1)
+
+
 def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
     """Data of ``unit_keys``. A query is the key of an earlier row, or, if values are overwritten, a sum of two keys."""
     if not new:
         one = _exact(layer, 1, rng)
         return {name: rows if name in ("state", "window") else rows[:0] for name, rows in one.items()}
     heads, dim, values = layer.k_heads, layer.k_dim, layer.v_heads * layer.v_dim
-    summed = layer.kind in ("mamba", "lightning")
+    summed = not layer.of_kind.overwrites
     keys = np.concatenate([rng.permuted(np.tile(np.arange(dim), (heads, 1)), axis=1).T for _ in range(-(-new // dim))])[
         :new
     ]
@@ -601,10 +643,10 @@ def _with_gates(layer: StateLayer, drawn: dict[str, torch.Tensor], turn: int) ->
     new, wide = a.shape
     if not new:
         return drawn
-    assert layer.A_log is not None
-    assert layer.dt_bias is not None
-    bias, each = layer.dt_bias.reshape(-1).double(), wide // layer.v_heads
-    rate = layer.A_log.double().exp().repeat_interleave(each)
+    each = wide // layer.v_heads
+    bias, rate = torch.zeros(wide), torch.ones(wide)
+    if layer.A_log is not None and layer.dt_bias is not None:
+        bias, rate = layer.dt_bias.reshape(-1).double(), layer.A_log.double().exp().repeat_interleave(each)
     gates = gates_of(new)
     for column in range(wide):
         row, decay = gates[(turn * layer.v_heads + column // each + column % each) % len(gates)]
@@ -617,8 +659,10 @@ def _with_gates(layer: StateLayer, drawn: dict[str, torch.Tensor], turn: int) ->
 
 def _gate(layer: StateLayer, decay: float, rate: float, bias: float) -> float:
     """The element of ``a`` that gives a decay of 0 or 1/2; a layer with a lower bound, whose decay is never 0, gets a
-    half for both.
+    half for both, and RWKV-7 0.6.
     """
+    if layer.kind == "rwkv":
+        return float(_rwkv_gates(torch.tensor(math.log(_SLOW), dtype=torch.float64)))
     if layer.lower_bound is not None:
         part = -math.log(0.5) / -layer.lower_bound
         return math.log(part / (1 - part)) / rate - bias

@@ -15,6 +15,7 @@ from ..family import Answer, Family, Question, Supposition, Texts
 from .data import StateStepData, layers, make_state_data
 from .memory import STATE_POOL
 from .recurrence import recur
+from .rwkv_mistakes import mistaken_removals
 from .texts import data_of_state_tokens, make_state_vocabulary
 
 
@@ -58,6 +59,7 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
             "a request reads the slot that it writes, and not the one that it continues",
             replace(data, states=data.states.masked_fill(~own[:, None, None, None], torch.nan)),
         )
+    yield from mistaken_removals(data)
     yield "a layer reads the states of the layer before it", replace(data, states=data.states.roll(1, 0))
     yield "the window is read newest first", replace(data, windows=data.windows.flip(-1))
     if data.states.shape[-1] == data.states.shape[-2]:

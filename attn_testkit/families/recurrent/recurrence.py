@@ -23,6 +23,7 @@ from ...watches.signaling_nan import fill_with_signaling_nan
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF, rounding
 from .chunks import ChunkedStates
 from .data import StateStepData
+from .rwkv import growth, log_decays, removal_of
 
 _WALKS = 2.0
 """Limit of the error of a row, in walks."""
@@ -42,6 +43,8 @@ class Recurrence:
     """[L, E, Hv, V, K] after the step, of each of ``StateStepData.ends``."""
     state_limit: torch.Tensor
     """[L, E, Hv, V]: limit of the norm of a row of a state, and of each of its elements."""
+    state_off: torch.Tensor
+    """[L, E, Hv, V]: the part of ``state_limit`` that the rounding of the stored state does not add."""
     windows: torch.Tensor
     """[L, E, C, columns] in the model's dtype after the step: copies of inputs. Bits of NaN where nothing is stored."""
 
@@ -78,6 +81,15 @@ class _Inputs:
     """[L, T, Hv, 1]: factor of what is stored."""
     skip: torch.Tensor
     """[L, 1, Hv, 1]: D of Mamba2; 0 elsewhere."""
+    growth: torch.Tensor
+    """[L, T, Hv, 1]: the most by which a token multiplies earlier errors."""
+    reads: torch.Tensor
+    """[L, T, Hv, K or 0]: vector that reads what a token removes from the state before its decay, in RWKV-7; elsewhere
+    without elements, as the three tensors below."""
+    reads_off: torch.Tensor
+    removes: torch.Tensor
+    """[L, T, Hv, K or 0]: vector by which that is removed."""
+    removes_off: torch.Tensor
 
 
 @lru_cache(maxsize=8)
@@ -109,9 +121,10 @@ def recur(data: StateStepData) -> Recurrence:
     inputs = _Inputs(
         **{name: torch.stack([getattr(one, name) for one in every]) for name in _Inputs.__dataclass_fields__}
     )
-    delta = data.layers[0].kind in ("gdn", "kda")
+    delta = data.layers[0].of_kind.overwrites
     out, limit, states, walk = _loop(inputs, data, delta)
-    unit = UNIT_ROUNDOFF[data.shape.dtype]
+    # A number that is rounded stochastically moves by up to a whole unit, and not by half of one.
+    unit = UNIT_ROUNDOFF[data.shape.dtype] * (2 if data.shape.rounding == "stochastic" else 1)
     norm = torch.linalg.vector_norm(states, dim=-1)
     floor = 4 * SMALLEST[data.shape.dtype] * data.shape.k_dim**0.5 + FLUSHED
     return Recurrence(
@@ -119,6 +132,7 @@ def recur(data: StateStepData) -> Recurrence:
         out_limit=limit,
         states=states,
         state_limit=_WALKS * (walk**2 + (unit * norm) ** 2).sqrt() + floor,
+        state_off=_WALKS * walk,
         windows=_windows(data),
     )
 
@@ -205,18 +219,22 @@ def _step(
     all of it.
     """
     dim = state.shape[-1]
+    # Factors of products that are subnormal numbers of the dtype: an element of what is stored, those of k, of the
+    # state that k reads, and below those of the state that q reads and of q.
+    lost = SMALLEST[data.dtype] / 2 if data.products == "model" else 0.0
+    removed = _removed(state, now, products, lost, unread) if now.reads.shape[-1] else None
+    delta = delta and removed is None
     state = state * now.decay[..., None, :]
     before = _norm(state)
     readable = state if unread is None else state - unread * now.decay[..., None, :]
     read = (readable @ now.k[..., None]).squeeze(-1) if delta else 0.0
+    if removed is not None:
+        state.sub_(removed[0])
     stored = now.beta * (now.v - read)
     state.add_(stored[..., None] * now.k[..., None, :])
     k_norm, q_norm = _norm(now.k)[..., None], _norm(now.q)[..., None]
     size, after = stored.abs(), _norm(state)
     held = now.beta * before * k_norm**2 if delta else torch.zeros_like(before)
-    # Factors of products that are subnormal numbers of the dtype: an element of what is stored, those of k, of the
-    # state that k reads, and below those of the state that q reads and of q.
-    lost = SMALLEST[data.dtype] / 2 if data.products == "model" else 0.0
     small = lost * (k_norm + dim**0.5 * (size + (now.beta * k_norm**2 if delta else 0.0)))
     moved = now.beta * (now.v_off + (before * now.k_off if delta else 0.0)) * k_norm + size * now.k_off
     rounded = (
@@ -225,8 +243,9 @@ def _step(
         + now.decay_off * before
         + small
         + moved
+        + (0.0 if removed is None else removed[1])
     )
-    walk = ((now.decay.amax(-1, keepdim=True) * walk) ** 2 + rounded**2).sqrt()
+    walk = ((now.growth * walk) ** 2 + rounded**2).sqrt()
     passed = now.skip * now.v
     out = (state @ now.q[..., None]).squeeze(-1) + passed
     unit = UNIT_ROUNDOFF[data.dtype]
@@ -238,6 +257,24 @@ def _step(
     return state, walk, out, _WALKS * off + 4 * SMALLEST[data.dtype] + FLUSHED
 
 
+def _removed(
+    state: torch.Tensor, now: _Inputs, products: float, lost: float, unread: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix that a token of RWKV-7 removes from a state, [L, b, Hv, V, K], and the limit of its error [L, b, Hv,
+    V]. ``state``: before its decay."""
+    dim, before = state.shape[-1], _norm(state)
+    readable = state if unread is None else state - unread
+    read = (readable @ now.reads[..., None]).squeeze(-1)
+    size, length = read.abs(), _norm(now.removes)[..., None]
+    off = (
+        FLOAT32 * ((dim**0.5 + 4) * before + 4 * size) * length
+        + products * (size + before) * length
+        + lost * dim**0.5 * (size + (before + dim**0.5) * length)
+        + size * now.removes_off + before * now.reads_off * length
+    )  # fmt: skip
+    return read[..., None] * now.removes[..., None, :], off
+
+
 def _norm(rows: torch.Tensor) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1)
     return norm
@@ -246,8 +283,7 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
     mixed, off = convolved(layer, index, data)
     heads, values = (layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim)
-    keys, wide = heads[0] * heads[1], values[0] * values[1]
-    sizes = [wide, keys, keys] if layer.kind == "mamba" else [keys, keys, wide]
+    sizes = [number * width for number, width in layer.channels]
     parts, offs = torch.split(mixed, sizes, -1), torch.split(off, sizes, -1)
     order = (2, 1, 0) if layer.kind == "mamba" else (0, 1, 2)
     shapes = heads, heads, values
@@ -255,12 +291,20 @@ def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
     q_off, k_off, v_off = (offs[i].reshape(-1, *shape) for i, shape in zip(order, shapes, strict=True))
     q, k, q_off, k_off = (each.repeat_interleave(values[0] // heads[0], 1) for each in (q, k, q_off, k_off))
     q_off, k_off = _norm(q_off)[..., None], _norm(k_off)[..., None]
-    if layer.kind in ("gdn", "kda"):
+    if layer.of_kind.normalizes:
         (q, q_off), (k, k_off) = _unit(q, q_off), _unit(k, k_off)
         q, q_off = q * layer.k_dim**-0.5, q_off * layer.k_dim**-0.5
     decay, decay_off, beta = gates_of_rows(layer, index, data)
     skip = torch.zeros(1, layer.v_heads, 1, dtype=torch.float64) if layer.D is None else layer.D.double().view(1, -1, 1)
-    return _Inputs(q, k, v, q_off, k_off, v_off, decay, decay_off, beta, skip)
+    none = torch.zeros(*k.shape[:-1], 0, dtype=torch.float64)
+    most = decay.amax(-1, keepdim=True)
+    if layer.k_k is None:
+        return _Inputs(q, k, v, q_off, k_off, v_off, decay, decay_off, beta, skip, most, none, none, none, none)
+    of = removal_of(layer, k, data.v[index], decay, data.removal_slip)
+    return _Inputs(
+        q, of.key, v, q_off, of.key_off, v_off, decay, decay_off, beta, skip, growth(decay, of.reads, of.removes),
+        of.reads, of.reads_off, of.removes, of.removes_off,
+    )  # fmt: skip
 
 
 def _unit(rows: torch.Tensor, off: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,9 +322,11 @@ def gates_of_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Decay [T, Hv, 1 or K], its relative error [T, Hv, 1], and the factor of the stored update [T, Hv, 1]."""
     rows, heads = data.q.shape[1], layer.v_heads
-    if layer.kind == "lightning":
-        assert layer.slope is not None
+    if layer.slope is not None:
         g = -layer.slope.double().view(1, heads, 1).expand(rows, heads, 1)
+        beta = torch.ones(rows, heads, 1, dtype=torch.float64)
+    elif layer.k_k is not None:
+        g = log_decays(data.k[index].double()).view(rows, heads, layer.k_dim)
         beta = torch.ones(rows, heads, 1, dtype=torch.float64)
     else:
         assert layer.A_log is not None
@@ -308,7 +354,7 @@ _FORGOTTEN = 104.0
 def convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations after the convolution [T, C] float64, and the limit of each element."""
     rows = data.q[index].double()
-    if layer.conv_weight is None:
+    if layer.conv_weight is None or data.passed_on:
         return rows, torch.zeros_like(rows)
     weight, width = layer.conv_weight.double(), layer.conv_width
     out, size, rounded = (torch.zeros_like(rows) for _ in range(3))

@@ -20,6 +20,7 @@ from ...checks.loop_mistakes import mistake_in
 from ...checks.lossless import lossless, ran_to_its_end
 from ...checks.observation import Observation, StepInputs
 from ...checks.sameness import batch_invariant, mode_invariant, repeatable
+from ...checks.state_rounding import rounds_anew
 from ...checks.states import state_margin
 from ...checks.step import evaluate_step
 from ...contract import Capabilities, Execution, ForwardMode
@@ -218,7 +219,8 @@ def _evaluated(
         if execution is Execution.EAGER and not missing:
             outcome.findings += _compared(declared, outcome.observed)
             outcome.not_compared = () if any(map(_of_last_rows, outcome.observed)) else ("mode-invariant",)
-        elif execution is Execution.GRAPH and not outcome.failed:
+        outcome.findings += [] if outcome.failed else rounds_anew(outcome.observed)
+        if execution is Execution.GRAPH and not outcome.failed:
             # If it is wrong at a replay too, it is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in record.not_finite_in_warm_up], record.fill, declared)
             outcome.findings += at_capture(record.uneven_warm_ups, record.written_at_capture, case)

@@ -13,6 +13,8 @@ from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
 from .r_changing_modes import CommittedStatesKept
 from .r_gates import ChunksParent, RoundedProductsParent
+from .r_rounding import RoundingParent
+from .r_rwkv import RWKVChunksParent, RWKVParent
 from .r_states import StatesOfViews
 from .states import StateParent
 from .states_in_trees import TreesParent
@@ -32,6 +34,21 @@ class StatesByChunks(ChunksParent):
 @control()
 class StatesOfRoundedProducts(RoundedProductsParent):
     """Products whose factors may be rounded to the model's dtype, as chunked kernels declare them."""
+
+
+@control()
+class StatesRoundedStochastically(RoundingParent):
+    """fp16 states that decodes round stochastically, as FlashInfer's and SGLang's kernels of Mamba2."""
+
+
+@control()
+class StatesOfRWKV(RWKVParent):
+    """RWKV-7 token by token, as flash-linear-attention's recurrent kernel."""
+
+
+@control()
+class StatesOfRWKVByChunks(RWKVChunksParent):
+    """RWKV-7 with the transition of a chunk of 16 rows as one matrix for each head, as chunked kernels."""
 
 
 @control()

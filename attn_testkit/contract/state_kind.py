@@ -1,0 +1,59 @@
+"""Kinds of layers that keep a recurrent state, and the properties in which they differ.
+
+``STATE_KINDS`` is the only list of them. ``StateLayer`` has the formulas, and ``families/recurrent`` computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["STATE_KINDS", "GateWidth", "StateKind"]
+
+GateWidth = Literal["none", "head", "channel"]
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """One kind of layer."""
+
+    name: str
+    """Name in ``HeadShapes.families`` and case ids."""
+    parts: tuple[str, str, str] = ("q", "k", "v")
+    """Parts of ``mixed`` in their order, by the names that the kind's papers use. One is a value per value head, the
+    other two have the width of a key per key head."""
+    value_part: int = 2
+    """Index of the value in ``parts``."""
+    a: GateWidth = "head"
+    """Numbers of ``a`` per row: none, one per value head, or one per channel of a key of each value head."""
+    b: GateWidth = "head"
+    """Numbers of ``b`` per row."""
+    groups: bool = True
+    """Several value heads may share a key head. False: there are as many of both."""
+    convolves: bool = True
+    """A convolution precedes the recurrence. False: there is none, and a slot has no window."""
+    overwrites: bool = True
+    """A token replaces what the state holds for its key, if its gates are open. False: it adds to it."""
+    normalizes: bool = True
+    """Queries and keys are divided by the root of their sum of squares plus 1e-6, and queries by the root of K."""
+    fixed_decay: bool = False
+    """All tokens of a head have one decay, which is a parameter of the layer."""
+
+
+STATE_KINDS: Mapping[str, StateKind] = {
+    kind.name: kind
+    for kind in (
+        StateKind("gdn"),
+        StateKind("kda", a="channel"),
+        StateKind(
+            "mamba", parts=("x", "B", "C"), value_part=0, b="none", overwrites=False, normalizes=False,
+        ),
+        StateKind(
+            "lightning", a="none", b="none", groups=False, convolves=False, overwrites=False, normalizes=False,
+            fixed_decay=True,
+        ),
+        StateKind("rwkv", a="channel", b="channel", groups=False, convolves=False, normalizes=False),
+    )
+}  # fmt: skip
+"""Name -> kind."""
