@@ -25,6 +25,7 @@ _DTYPES = {"32": "fp32", "b16": "bf16", "16": "fp16"}
 _WORDS = {
     "null": ("padding", "skip_zero"), "slot0": ("padding", "write_zero"), "zeroed": ("fresh", "zeroed"),
     "copied": ("continues", "copy"), "source": ("continues", "source"),
+    "tapsfirst": ("conv_windows", "taps_first"), "newestlast": ("conv_windows", "newest_last"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"),
     SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), "strided": ("strided", True), "bigpool": ("big", True),
 }  # fmt: skip
@@ -50,6 +51,7 @@ class StateShape:
     """Length of a chunk at whose ends states are copied; 0: never."""
     continues: str = ""
     """Way in which requests continue states of a prefix cache: ``copy``, ``source``, or empty if none does."""
+    conv_windows: str = "exact"
     big: bool = False
     """The pool has so many slots that the place of an element needs more than 31 bits; requests have slots at both
     ends."""
@@ -65,6 +67,11 @@ class StateShape:
         if self.conv_width == 1:
             return 0
         return self.conv_width - 1 + (nodes - 1 if self.by_slots else 0)
+
+    @property
+    def has_longer_windows(self) -> bool:
+        """True if windows have more columns than taps read, outside of drafts."""
+        return self.conv_windows != "exact"
 
     @property
     def by_slots(self) -> bool:
