@@ -120,11 +120,11 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
     if not verifies:
         found["rollback"] = ROLLBACKS[0]
     windows = conv_windows_of(declared, found["conv_width"], verifies=verifies)
-    windows = shape.conv_windows if shape and shape.conv_windows in windows else windows[0]
+    conv_windows = shape.conv_windows if shape and shape.conv_windows in windows else windows[0]
     each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
     strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
     continues = shape.continues if shape and shape.continues in declared.continues and not verifies else ""
-    return StateShape(**found, strided=strided, snapshots=each, big=big, continues=continues, conv_windows=windows)
+    return StateShape(**found, strided=strided, snapshots=each, big=big, continues=continues, conv_windows=conv_windows)
 
 
 def conv_windows_of(declared: State, conv_width: int, *, verifies: bool) -> list[str]:
@@ -264,8 +264,8 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
         mode = ForwardMode.DECODE if isinstance(rows, Decode) else ForwardMode.EXTEND
         continues = draws.one_of(["", *_continued_in(declared, mode)])
     windows = conv_windows_of(state, drawn["conv_width"], verifies=isinstance(rows, Verify))
-    windows = draws.one_of(windows) if len(windows) > 1 else windows[0]
-    shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues, conv_windows=windows)
+    drawn["conv_windows"] = draws.one_of(windows) if len(windows) > 1 else windows[0]
+    shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues)
     return {**changes, "state": shape}
 
 
