@@ -10,7 +10,7 @@ import torch
 
 from attn_testkit.contract import BackendContext, StateContext, StateLayer, StatePool
 from attn_testkit.families.by_layer import schedule_of
-from attn_testkit.families.recurrent.data import longer_windows, shape_of, slots_listed, state_places, state_table
+from attn_testkit.families.recurrent.data import shape_of, slots_listed, state_places, state_table
 from attn_testkit.steps.data import DTYPES
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.uploads import upload_into
@@ -28,7 +28,7 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     pool = StatePool(
         last + 1, layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
         strided=shape.strided, cleared=not shape.big, drafts=(0, 0) if listed > 1 else _drafts(schedules),
-        more_columns=listed - 1 + longer_windows(schedules[0].case),
+        more_columns=listed - 1 + shape.more_columns,
         make=allocate_for(schedules[0].case, len(layers), cleared=not shape.big),
     )  # fmt: skip
     rows = max(schedule.pool_rows for schedule in schedules)

@@ -73,8 +73,6 @@ def scales_are_computed(case: Fields) -> bool:
     return form is not None and any(plane.is_scales for plane in form.planes)
 
 
-MORE_COLUMNS = (1, 2, 5)
-"""Values of ``window-columns``."""
 _QUARTERS = ("first", "second", "third", "last")
 _LAYERS_IN_WORDS = tuple(Value(f"layer {place}, and every fourth one after it") for place in range(TURNS))
 CONTIGUOUS = 1
@@ -104,12 +102,6 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         "memory after the last row of q, k and v",
         (Value("none: the memory ends with the last row"), Value("rows of NaN, as in a server's longer buffer")),
         lambda case: case.state is not None,
-    ),
-    DerivedParameter(
-        "window-columns",
-        "columns of a convolution's window beyond those that taps read",
-        tuple(Value(f"{more}") for more in MORE_COLUMNS),
-        lambda case: case.state is not None and case.state.has_longer_windows,
     ),
     DerivedParameter(
         "windowed-layer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass, replace
 
 from ..contract import ForwardMode
@@ -19,6 +20,8 @@ EXACT_DATA = (UNIT_KEYS, EXACT_GATES)
 STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS, EXACT_GATES, NEAR_EPSILON)
 """Data patterns of states (``families/recurrent/data.py``)."""
 
+MORE_COLUMNS = (1, 2, 5)
+"""Values of ``StateShape.more_columns``."""
 PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_]+0?)*)(?:\.snap(\d+))?"
 """The word of a state in a case id."""
 _DTYPES = {"32": "fp32", "b16": "bf16", "16": "fp16"}
@@ -72,6 +75,15 @@ class StateShape:
     def has_longer_windows(self) -> bool:
         """True if windows have more columns than taps read, outside of drafts."""
         return self.conv_windows != "exact"
+
+    @property
+    def more_columns(self) -> int:
+        """Columns of a window beyond W - 1 and those of drafts. All modes and families of an instance have one pool, so
+        the number follows from what is alike in them."""
+        if not self.has_longer_windows:
+            return 0
+        alike = f"{self.conv_windows} {self.k_dim} {self.conv_width} {self.padding} {self.fresh} {self.strided}"
+        return MORE_COLUMNS[zlib.crc32(alike.encode()) % len(MORE_COLUMNS)]
 
     @property
     def by_slots(self) -> bool:

@@ -14,7 +14,6 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.backends.torch_native_ranks import TorchNativeRanksBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
-from attn_testkit.backends.torch_native_state_windows import TorchNativeStateWindowsBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.derived_parameters import DERIVED_PARAMETERS, DerivedParameter, chosen, derived
 from attn_testkit.cases.rows import Decode
@@ -30,13 +29,10 @@ OF_FORMATS = [*generate(TorchNativeFormatsBackend.capabilities, ForwardMode.DECO
 STATES = [case for mode in ForwardMode for case in generate(TorchNativeStateBackend.capabilities, mode, "core")]
 OF_STATES = {"rows-behind"}
 """Choices that only layers with a state have."""
-WINDOWS = [case for mode in ForwardMode for case in generate(TorchNativeStateWindowsBackend.capabilities, mode, "core")]
-OF_WINDOWS = {"window-columns"}
-"""Choices that only pools with longer windows of a convolution have."""
 RANKS = [case for mode in ForwardMode for case in generate(TorchNativeRanksBackend.capabilities, mode, "core")]
 OF_RANKS = {"rank-order"}
 """Choices that only ranks with pools of their own have."""
-OF_SOME = {**dict.fromkeys(OF_STATES, STATES), **dict.fromkeys(OF_WINDOWS, WINDOWS), **dict.fromkeys(OF_RANKS, RANKS)}
+OF_SOME = {**dict.fromkeys(OF_STATES, STATES), **dict.fromkeys(OF_RANKS, RANKS)}
 CLOSED = [each for each in DERIVED_PARAMETERS if each.values and each.name not in OF_SOME]
 ENOUGH = 5.0
 """A pair of values is looked for where so many cases should have it."""

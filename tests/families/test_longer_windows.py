@@ -8,10 +8,10 @@ from in_process import check_backend
 
 from attn_testkit.backends.torch_native_state_windows import TorchNativeStateWindowsBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.derived_parameters import MORE_COLUMNS
+from attn_testkit.cases.state import MORE_COLUMNS
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, ForwardMode
-from attn_testkit.families.recurrent.data import StateStepData, longer_windows, make_state_data
+from attn_testkit.families.recurrent.data import StateStepData, make_state_data
 from attn_testkit.families.recurrent.memory import _with_more_columns, as_rows, from_rows, more_columns_in
 from attn_testkit.families.recurrent.recurrence import recur, start_of
 from attn_testkit.steps.schedule import make_schedule
@@ -32,7 +32,8 @@ def data_of(name: str) -> tuple[Case, StateStepData]:
 @pytest.mark.parametrize("name", [DECODE, EXTEND])
 def test_all_columns_are_inputs_if_the_newest_is_the_last(name: str) -> None:
     case, data = data_of(name.format(LAST))
-    more = longer_windows(case)
+    assert case.state is not None
+    more = case.state.more_columns
     assert more in MORE_COLUMNS
     assert (data.history, data.more_columns, data.windows.shape[-1]) == (more, 0, 3 + more)
     begun = ~data.fresh
@@ -51,7 +52,8 @@ def test_all_columns_are_inputs_if_the_newest_is_the_last(name: str) -> None:
 @pytest.mark.parametrize("name", [DECODE, EXTEND])
 def test_columns_after_those_of_the_taps_are_not_part_of_a_window(name: str) -> None:
     case, data = data_of(name.format(FIRST))
-    assert (data.history, data.more_columns, data.windows.shape[-1]) == (0, longer_windows(case), 3)
+    assert case.state is not None
+    assert (data.history, data.more_columns, data.windows.shape[-1]) == (0, case.state.more_columns, 3)
     assert recur(data).windows.shape[-1] == 3
     assert not start_of(data).windows.isnan().any()
     rows = as_rows(_with_more_columns(data.windows, data), data.states, data.shape.order)

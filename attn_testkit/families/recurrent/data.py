@@ -29,7 +29,6 @@ import numpy.typing as npt
 import torch
 from cachetools import LRUCache, cached
 
-from ...cases.derived_parameters import MORE_COLUMNS
 from ...cases.fields import Fields
 from ...cases.normals import normals
 from ...cases.state import EXACT_DATA, EXACT_GATES, NEAR_EPSILON, UNIT_KEYS, StateShape
@@ -229,12 +228,6 @@ def slots_listed(case: Fields) -> int:
     """Slots of a request in a pool: one, or with rollback ``slots`` one for each node of a draft, in every mode."""
     case = case.instance_of or case
     return case.width if shape_of(case).by_slots else 1
-
-
-def longer_windows(case: Fields) -> int:
-    """Columns of a window beyond W - 1 and those of drafts, in every mode of an instance."""
-    case = case.instance_of or case
-    return MORE_COLUMNS[case.derived("window-columns")] if shape_of(case).has_longer_windows else 0
 
 
 def slots_per_row(case: Fields) -> int:
@@ -444,7 +437,7 @@ def _memory_of(
     else:
         ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]
     ends += [End(slots[request], request, rows) for request, rows in enumerate(copies) if rows]
-    longer = longer_windows(case)
+    longer = shape.more_columns
     history = longer if shape.conv_windows == "newest_last" else 0
     more_columns = slots_listed(case) - nodes + longer - history if shape.conv_width > 1 else 0
     return {"slots": torch.from_numpy(lists[:, 0].copy()), "lists": lists, "taken": taken, "ends": tuple(ends),
