@@ -82,7 +82,7 @@ class StateShape:
         the number follows from what is alike in them."""
         if not self.has_longer_windows:
             return 0
-        alike = f"{self.conv_windows} {self.k_dim} {self.conv_width} {self.padding} {self.fresh} {self.strided}"
+        alike = f"{self.fresh}{self.padding}{self.strided}{self.conv_windows}{self.k_dim}{self.conv_width}"
         return MORE_COLUMNS[zlib.crc32(alike.encode()) % len(MORE_COLUMNS)]
 
     @property

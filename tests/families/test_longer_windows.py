@@ -11,6 +11,7 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.state import MORE_COLUMNS
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, ForwardMode
+from attn_testkit.families.by_layer import schedule_of
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data
 from attn_testkit.families.recurrent.memory import _with_more_columns, as_rows, from_rows, more_columns_in
 from attn_testkit.families.recurrent.recurrence import recur, start_of
@@ -81,6 +82,24 @@ def test_layers_without_a_convolution_and_drafts_have_no_longer_window() -> None
 def test_smoke_has_each_declared_window(mode: ForwardMode) -> None:
     found = generate(TorchNativeStateWindowsBackend.capabilities, mode, "smoke")
     assert {case.state.conv_windows for case in found if case.state} == {"exact", "taps_first", "newest_last"}
+
+
+def test_core_has_each_number_of_columns_with_each_window() -> None:
+    declared = TorchNativeStateWindowsBackend.capabilities
+    found = [case for mode in (ForwardMode.DECODE, ForwardMode.EXTEND) for case in generate(declared, mode, "core")]
+    shapes = [case.state for case in found if case.state and case.state.has_longer_windows]
+    assert {(each.conv_windows, each.more_columns) for each in shapes} == {
+        (windows, more) for windows in ("taps_first", "newest_last") for more in MORE_COLUMNS
+    }
+
+
+def test_the_part_of_a_hybrid_model_that_keeps_states_has_the_columns_of_the_whole() -> None:
+    case = parse_case(DECODE.format(LAST).replace("layers1from0", "layers2from0hybrid"))
+    part = schedule_of(make_schedule(case), "recurrent").case
+    assert part.id != case.id
+    assert part.state is not None
+    assert case.state is not None
+    assert part.state.more_columns == case.state.more_columns > 0
 
 
 def failures(backend: type[AttentionBackend], name: str) -> dict[str, str]:
