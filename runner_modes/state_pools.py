@@ -28,7 +28,8 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     pool = StatePool(
         last + 1, layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
         strided=shape.strided, cleared=not shape.big, drafts=(0, 0) if listed > 1 else _drafts(schedules),
-        more_columns=listed - 1, make=allocate_for(schedules[0].case, len(layers), cleared=not shape.big),
+        more_columns=listed - 1 + shape.more_columns,
+        make=allocate_for(schedules[0].case, len(layers), cleared=not shape.big),
     )  # fmt: skip
     rows = max(schedule.pool_rows for schedule in schedules)
     table = torch.zeros(rows + 1, listed, dtype=torch.int32, device=context.device)
@@ -44,6 +45,7 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
         shape.snapshots,
         shape.continues or "copy",
         shape.rounding,
+        shape.conv_windows,
     )
     return replace(context, state=state)
 

@@ -9,6 +9,8 @@ import torch
 from ..contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, BackendContext
 from .torch_native import TorchNativeBackend, _Seen
 
+_TIES = {name: "even" for name, each in ROW_FORMATS.items() if each.lets_declare_ties}
+
 
 class TorchNativeFormatsBackend(TorchNativeBackend):
     """Rows are gathered as bytes and unpacked. ``KVPool.set_kv_buffer`` quantizes them."""
@@ -21,7 +23,7 @@ class TorchNativeFormatsBackend(TorchNativeBackend):
             "gqa_ratios": {1, 2, 4, 8, 16},
         },
         precision={"dtypes": {"bf16"}},
-        kv_pool={"kv_dtypes": {"same", *ROW_FORMATS} - LATENT_FORMATS, "integer_ties": "even"},
+        kv_pool={"kv_dtypes": {"same", *ROW_FORMATS} - LATENT_FORMATS, "ties": _TIES},
         server={"takes_unused_scales": True},
     )
 

@@ -191,7 +191,7 @@ class TorchNativeStateBackend(StateBackend):
                     part[: len(behind), token] = behind.to(part.dtype)
             elif self.snapshot is not None:
                 copied = self.snapshot.rows == token + 1
-                self.store(conv, window, self.snapshot.slots, copied)
+                self.store(conv[..., : window.shape[-1]], window, self.snapshot.slots, copied)
                 self.store(temporal, self.rounded(state, temporal.dtype), self.snapshot.slots, copied)
         if not verifies:
             self.store(conv[..., : window.shape[-1]], window, self.index, self.live)
@@ -268,11 +268,11 @@ class TorchNativeStateBackend(StateBackend):
     def convolved(
         self, rows: torch.Tensor, window: torch.Tensor, layer: StateLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [bs, C] after the convolution, in the model's dtype, and windows [bs, C, W - 1] after them."""
+        """Rows [bs, C] after the convolution, in the model's dtype, and windows [bs, C, columns] after them."""
         if layer.conv_weight is None:
             return rows, window
         every = torch.cat([window, rows[..., None]], -1)
-        found = (every.float() * layer.conv_weight.float()).sum(-1)
+        found = (every[..., -layer.conv_width :].float() * layer.conv_weight.float()).sum(-1)
         if layer.conv_bias is not None:
             found = found + layer.conv_bias.float()
         if layer.activation == "silu":
@@ -280,7 +280,7 @@ class TorchNativeStateBackend(StateBackend):
         return found.to(rows.dtype), self.window_after(every)
 
     def window_after(self, every: torch.Tensor) -> torch.Tensor:
-        """[bs, C, W - 1] of [bs, C, W]: the last inputs."""
+        """[bs, C, columns] of one column more: the last inputs."""
         return every[..., 1:]
 
     def split(self, rows: torch.Tensor, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

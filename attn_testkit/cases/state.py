@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass, replace
 
 from ..contract import ForwardMode
@@ -33,12 +34,15 @@ STATE_DATA = (
 )
 """Data patterns of states (``families/recurrent/data.py``)."""
 
+MORE_COLUMNS = (1, 2, 5)
+"""Values of ``StateShape.more_columns``."""
 PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_]+0?)*)(?:\.snap(\d+))?"
 """The word of a state in a case id."""
 _DTYPES = {"32": "fp32", "b16": "bf16", "16": "fp16"}
 _WORDS = {
     "null": ("padding", "skip_zero"), "slot0": ("padding", "write_zero"), "zeroed": ("fresh", "zeroed"),
     "copied": ("continues", "copy"), "source": ("continues", "source"),
+    "tapsfirst": ("conv_windows", "taps_first"), "newestlast": ("conv_windows", "newest_last"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"),
     SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), "strided": ("strided", True), "bigpool": ("big", True),
     "stochastic": ("rounding", "stochastic"),
@@ -65,6 +69,7 @@ class StateShape:
     """Length of a chunk at whose ends states are copied; 0: never."""
     continues: str = ""
     """Way in which requests continue states of a prefix cache: ``copy``, ``source``, or empty if none does."""
+    conv_windows: str = "exact"
     big: bool = False
     """The pool has so many slots that the place of an element needs more than 31 bits; requests have slots at both
     ends."""
@@ -82,6 +87,20 @@ class StateShape:
         if self.conv_width == 1:
             return 0
         return self.conv_width - 1 + (nodes - 1 if self.by_slots else 0)
+
+    @property
+    def has_longer_windows(self) -> bool:
+        """True if windows have more columns than taps read, outside of drafts."""
+        return self.conv_windows != "exact"
+
+    @property
+    def more_columns(self) -> int:
+        """Columns of a window beyond W - 1 and those of drafts. All modes and families of an instance have one pool, so
+        the number follows from what is alike in them."""
+        if not self.has_longer_windows:
+            return 0
+        alike = f"{self.fresh}{self.padding}{self.strided}{self.conv_windows}{self.k_dim}{self.conv_width}"
+        return MORE_COLUMNS[zlib.crc32(alike.encode()) % len(MORE_COLUMNS)]
 
     @property
     def by_slots(self) -> bool:

@@ -61,6 +61,6 @@ def halfway_cases(declared: Capabilities, small: Case, found: Sequence[Case]) ->
         return
     for name in sorted(declared.kv_pool.kv_dtypes & set(ROW_FORMATS)):
         like = next((case for case in found if case.kv_dtype == name), None)
-        if like and ROW_FORMATS[name].with_ties(declared.kv_pool.integer_ties).rounds_halfway:
+        if like and ROW_FORMATS[name].with_ties(declared.kv_pool.ties.get(name, "")).rounds_halfway:
             shape = {each: getattr(like, each) for each in ("heads", "head_dim", "rope_dim", "dtype", "kv_dtype")}
             yield small.of_requests((small.page_size + 1, 2 * small.page_size), data=HALFWAY, **shape)

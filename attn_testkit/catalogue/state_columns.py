@@ -11,6 +11,7 @@ from typing import Any
 from ..cases.case import Case, Heads
 from ..cases.features.feature import Columns, Row
 from ..cases.features.kv_layout import usual_layout
+from ..cases.features.state import conv_windows_of
 from ..cases.fields import Changes
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
@@ -95,6 +96,8 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
         found["rollback"] = rollbacks_of(declared)
     elif "source" in state.continues:
         found["continues"] = ["", "source"]
+    if (windows := conv_windows_of(state, max(state.conv_widths), verifies=verifies)) != ["exact"]:
+        found["conv_windows"] = windows
     return found
 
 
@@ -108,9 +111,13 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
         if width > 1 and 1 in state.conv_widths:
             raise ValueError(f"layers of {heads.family} have no convolution")
         width = 1
+    windows = conv_windows_of(state, width, verifies="nodes" in row)
+    if row.get("conv_windows", "exact") not in windows and "exact" in state.conv_windows:
+        raise ValueError("layers without a convolution have no window")
     shape = StateShape(
         row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
         row.get("rollback", ROLLBACKS[0]), row["snapshots"], continues=row.get("continues", ""),
+        conv_windows=row["conv_windows"] if row.get("conv_windows") in windows else windows[0],
     )  # fmt: skip
     rows, slack = so_far["rows"], row["slack"]
     if isinstance(rows, Extend):
@@ -145,4 +152,4 @@ def with_softmax(declared: Capabilities, case: Case) -> Case:
     return case.with_changes(**_model(declared, case.layers))
 
 
-STATES = Columns(_columns, _of_row, further=("continues",))
+STATES = Columns(_columns, _of_row, further=("continues", "conv_windows"))

@@ -13,7 +13,7 @@ from ..cases.case import Case
 from ..cases.state import EXACT_DATA
 from ..families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake
 from ..families.recurrent.data import StateStepData, states_in
-from ..families.recurrent.memory import from_rows
+from ..families.recurrent.memory import from_rows, more_columns_in
 from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
 from ..results.finding import Finding
 from .comparison import BITS, Comparison, place_of_max
@@ -35,6 +35,8 @@ class _After(NamedTuple):
     want: Recurrence
     unwritten: torch.Tensor
     """[E] bool: slots in which no bit changed."""
+    more_columns: torch.Tensor
+    """[L, E, C, n]: columns of windows after those of ``windows``."""
 
     @property
     def before(self) -> Start:
@@ -66,7 +68,7 @@ def _after(observed: Observation) -> _After | None:
     unwritten = ~torch.isin(slots, changed)
     # An image of the whole pool takes longer than all else here.
     rows = observed.pool[:, 0, slots, 0] if unwritten.any() else held[:, 0, torch.searchsorted(changed, slots), 0]
-    return _After(data, *from_rows(rows, data), recur(data), unwritten)
+    return _After(data, *from_rows(rows, data), recur(data), unwritten, more_columns_in(rows, data))
 
 
 @lru_cache(maxsize=2)
@@ -239,8 +241,11 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     bits = BITS[after.windows.dtype.itemsize]
     want = after.want.windows
     differs = after.windows.contiguous().view(bits) != want.contiguous().view(bits)
+    if after.data.history:
+        # NaN that moved with the window may have other bits.
+        differs &= ~(after.windows.isnan() & want.isnan())
     if not differs.any():
-        return []
+        return _columns_written(observed, case, after)
     layer, end, channel, place = (int(i) for i in differs.nonzero()[0])
     at, request = (layer, end, channel, place), after.data.ends[end].request
     bad = after.requests(differs.flatten(2).any(-1).any(0))
@@ -261,6 +266,29 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     ]
 
 
+def _columns_written(observed: Observation, case: Case, after: _After) -> list[Finding]:
+    """Columns after the W - 1 of ``taps_first`` that hold neither the NaN nor the zeros that a server puts there."""
+    if after.data.shape.conv_windows != "taps_first":
+        return []
+    kept = after.more_columns.isnan() | (after.more_columns == 0 if after.data.shape.fresh == "zeroed" else False)
+    if kept.all():
+        return []
+    layer, end, channel, place = (int(i) for i in (~kept).nonzero()[0])
+    at, taps = (layer, end, channel, place), after.windows.shape[-1]
+    held = number(float(after.more_columns[at]))
+    return [
+        Finding(
+            "conv-window-exact",
+            f"the window of request {after.data.ends[end].request}{_copied(after, end)} was written beyond its columns",
+            where=f"{_layer(case, layer)}, {_who(after, end)}, channel {channel}, column {taps + place} of "
+            f"{taps + after.more_columns.shape[-1]} = {held}; the taps read columns 0..{taps - 1}",
+            hint=f"with conv_windows taps_first only the first {taps} columns move, whatever the length of a window in "
+            "the pool is",
+            step=observed.label,
+        )
+    ]
+
+
 def _copied(after: _After, end: int) -> str:
     return "" if after.data.nodes > 1 else after.place(end)
 
@@ -273,10 +301,22 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
     def fits(other: torch.Tensor) -> bool:
         return bool((got == other).flatten(2).all(-1).all(0)[bad].all())
 
+    if (older := after.data.history) and not bool(differs[..., older:].any()):
+        return (
+            f"its last {got.shape[-1] - older} columns are right, and those before them are not: with conv_windows "
+            "newest_last a window moves by all of its columns"
+        )
     if bool(after.unwritten[bad].all()) or (before.shape == got.shape and fits(before)):
         return "it is the window from before the step: the new one was not stored"
-    if bool(got[:, bad].isnan().any()):
-        return "columns come from a slot that holds no state of the request"
+    if bool((got.isnan() & ~want.isnan())[:, bad].any()):
+        text = "columns come from a slot that holds no state of the request"
+        end = {"taps_first": "first", "newest_last": "last"}.get(after.data.shape.conv_windows)
+        if end is None:
+            return text
+        return (
+            f"{text}, or from columns of its longer window that hold no input: the last inputs are in the {end} "
+            f"{got.shape[-1] - after.data.history} columns"
+        )
     if fits(want.flip(-1)):
         return "its columns are in reverse order: the oldest input comes first"
     if fits(want.roll(1, 1)) or fits(want.roll(-1, 1)):

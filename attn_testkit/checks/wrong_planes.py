@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..contract.row_format import ALL_NAN, HALVES, LARGEST, POWER_OF_TWO, PackedRows, Plane, in_tiles
+from ..contract.row_format import ALL_NAN, FP4, HALVES, LARGEST, POWER_OF_TWO, PackedRows, Plane, in_tiles
 from ..steps.packed_rows import holds_zeros
 
 Other = tuple[str, torch.Tensor]
@@ -171,6 +171,8 @@ def _numbers(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Te
     held, due = packed.raw(row, plane), packed.raw(want, plane)
     if plane.dtype in HALVES and torch.equal((held >> 4) + (held & 15) * 16, due):
         return "the halves of each byte of two numbers are swapped: the first number is the lower half"
+    if plane.dtype == FP4:
+        return _numbers_of_fp4(held, due)
     if plane.dtype not in HALVES and bool(
         ((held.view(torch.int8).int() - due.view(torch.int8).int()).abs() <= 1).all()
     ):
@@ -179,3 +181,17 @@ def _numbers(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Te
             "instead of rounded, or their quotients rounded to 16 bits first"
         )
     return "its scales are right, but its values are wrong"
+
+
+def _numbers_of_fp4(held: torch.Tensor, due: torch.Tensor) -> str:
+    """Describe wrong bytes of two FP4 numbers each. The lower three bits of a number are the place of its magnitude."""
+    of_held, of_due = (torch.stack((each & 15, each >> 4)).int() for each in (held, due))
+    steps = (of_held & 7) - (of_due & 7)
+    if bool(((of_held ^ of_due) & 8).any() or (steps.abs() > 1).any()):
+        return "its scales are right, but its values are wrong"
+    text = "its scales are right, but its values are one step from the right ones"
+    if bool((steps >= 0).all()):
+        return f"{text}, farther from zero: probably its store rounds quotients between two numbers away from zero"
+    if bool((steps <= 0).all()):
+        return f"{text}, nearer to zero: probably its store truncates, or rounds quotients between two numbers to zero"
+    return text

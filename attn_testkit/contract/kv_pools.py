@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
 
 from .context import BackendContext
 from .declared import Declared, spelled
 from .kv_layouts import KV_LAYOUTS
 from .refusal import Refusal, first_outside, kv_dtype_of
-from .row_format import INTEGER_TIES, ROW_FORMATS
+from .row_format import ROW_FORMATS, TIES
 
 __all__ = ["KV_DTYPES", "KVPools"]
 
 KV_DTYPES = ("same", "fp8_e4m3", *ROW_FORMATS)
+_WITH_TIES = tuple(name for name, each in ROW_FORMATS.items() if each.lets_declare_ties)
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,12 @@ class KVPools(Declared):
     ``contract/row_format.py``. Their scales are stored in the row or separately: ``fp8_ds_mla`` for MLA in bf16;
     ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16``, ``int4_group8``,
     ``int8_zeros_per_token_head`` and ``int4_zeros_per_token_head`` for K and V."""
-    integer_ties: str = ""
-    """Integer to which a store of signed int8 or int4 numbers rounds a quotient exactly between two of them. ``even``:
-    the even one, as torch and ``KVPool.set_kv_buffer`` do. ``away``: the one farther from zero, as vLLM's kernel does.
-    Empty: not declared, and test data have no such quotients."""
+    ties: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Format of ``kv_dtypes`` with signed int8, int4 or FP4 numbers -> the number to which a store rounds a quotient
+    exactly between two of them. ``even``: the one whose last bit is 0, as ``KVPool.set_kv_buffer``, torch and
+    ``cvt.rn.satfinite.e2m1x2`` do (FlashInfer's ``nvfp4_kv_quantize``). ``away``: the one farther from zero, as vLLM's
+    kernel of int8 and SGLang's ``FP4MXBlock16KVQuantizeUtil`` do. ``toward_zero``: the other one, as ExLlamaV3's
+    ``CacheLayer_nvfp4`` does. A format that is left out has no such quotients in its test data."""
     page_sizes: Set[int] = frozenset({16})
     """Page sizes of the KV pool, in slots."""
     kv_layouts: Set[str] = frozenset({"nhd"})
@@ -50,7 +53,13 @@ class KVPools(Declared):
         self._check_words("kv_dtypes", KV_DTYPES)
         self._check_words("kv_layouts", KV_LAYOUTS)
         self._check_numbers("page_sizes", 1)
-        spelled("integer_ties", self.integer_ties, INTEGER_TIES)
+        if not isinstance(self.ties, Mapping):
+            raise ValueError(
+                f"KVPools.ties must be a dict of formats and rules, got {self.ties!r}; write {{'nvfp4': 'even'}}"
+            )
+        for name, rule in self.ties.items():
+            spelled("format of ties", name, _WITH_TIES)
+            spelled("rule of ties", rule, TIES)
         self._check_flags()
 
     def refused(self, context: BackendContext) -> Iterator[Refusal]:

@@ -19,14 +19,15 @@ from .layer import AttentionLayer
 __all__ = [
     "ALL_NAN",
     "FP4",
+    "FP4_TIES",
     "HALVES",
     "INT4",
-    "INTEGER_TIES",
     "LARGEST",
     "LATENT_FORMATS",
     "POWER_OF_TWO",
     "RANGE",
     "ROW_FORMATS",
+    "TIES",
     "UINT4",
     "ZERO",
     "PackedRows",
@@ -50,14 +51,16 @@ POWER_OF_TWO = torch.float8_e8m0fnu
 """Dtype of a plane of scales that are bytes: the exponent of a power of two, plus 127."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0, INT4: 7.0, torch.uint8: 255.0, UINT4: 15.0}
 """Largest number of a dtype that has scales."""
-INTEGER_TIES = ("", "even", "away")
-"""Values of ``KVPools.integer_ties``."""
+TIES = ("even", "away", "toward_zero")
+"""Rules of ``KVPools.ties``."""
+_RULE_DECLARED = frozenset({torch.int8, INT4, FP4})
+"""Dtypes whose stores differ in the rule. Every conversion to FP8 rounds to even."""
 _SIGNED = frozenset({torch.int8, INT4})
 RANGE, ZERO = "range", "zero"
 """Rules of a scale and of a zero of numbers without a sign."""
 _UNSIGNED = frozenset({torch.uint8, UINT4})
 _AS_BYTES = HALVES | {POWER_OF_TWO}
-_FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+FP4_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the magnitudes of e2m1 numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
 _SMALLEST_E4M3 = 2.0**-9
 
@@ -74,20 +77,27 @@ def in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
 
 def codes_of(numbers: torch.Tensor, dtype: torch.dtype, ties: str = "even") -> torch.Tensor:
     """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8. Numbers of 4 bits get one byte each.
-    ``ties``: of signed integers."""
+    ``ties``: of signed integers and FP4, one of ``TIES``."""
     if dtype == FP4:
         # No table: a tensor of constants would be a copy from the host.
         size = numbers.abs()
-        above = sum((size > bound).to(torch.uint8) for bound in _FP4_BOUNDS)
+        up = [ties == "away" or (ties == "even" and below % 2 == 1) for below in range(len(FP4_TIES))]
+        above = sum(
+            (size >= bound if rounds_up else size > bound).to(torch.uint8)
+            for bound, rounds_up in zip(FP4_TIES, up, strict=True)
+        )
         return above + (numbers < 0).to(torch.uint8) * 8
     largest = LARGEST[dtype]
     if dtype in _UNSIGNED:
         return numbers.clamp(0, largest).round().to(torch.uint8)
     numbers = numbers.clamp(-largest, largest)
     if dtype in _SIGNED:
-        numbers = (
-            (numbers + torch.full_like(numbers, 0.5).copysign(numbers)).trunc() if ties == "away" else numbers.round()
-        )
+        if ties == "away":
+            numbers = (numbers + torch.full_like(numbers, 0.5).copysign(numbers)).trunc()
+        elif ties == "toward_zero":
+            numbers = (numbers.abs() - 0.5).ceil().copysign(numbers)
+        else:
+            numbers = numbers.round()
         codes = numbers.to(torch.int8).view(torch.uint8)
         return codes & 15 if dtype == INT4 else codes
     return numbers.to(dtype).view(torch.uint8)
@@ -97,7 +107,7 @@ def _bytes_of(numbers: torch.Tensor, plane: Plane) -> torch.Tensor:
     """[..., bytes] uint8: ``numbers`` [..., n] in the dtype of a plane."""
     dtype = plane.dtype
     if dtype in HALVES:
-        codes = codes_of(numbers.float(), dtype, plane.halfway)
+        codes = codes_of(numbers.float(), dtype, plane.halfway or "even")
         if plane.split:
             first, second = codes.chunk(2, -1)
             return first + second * 16
@@ -105,7 +115,7 @@ def _bytes_of(numbers: torch.Tensor, plane: Plane) -> torch.Tensor:
     if dtype == POWER_OF_TWO:
         return (numbers.float().view(torch.int32) >> 23).to(torch.uint8)
     if dtype in LARGEST:
-        return codes_of(numbers.float(), dtype, plane.halfway).contiguous()
+        return codes_of(numbers.float(), dtype, plane.halfway or "even").contiguous()
     return numbers.to(dtype).contiguous().view(torch.uint8)
 
 
@@ -148,9 +158,8 @@ class Plane:
     """Smallest scale."""
     halfway: str = ""
     """Number of the plane to which a quotient exactly between two of them is rounded. ``even``: the one whose last bit
-    is 0, as every conversion to FP8 does. ``away``: the one farther from zero. Empty: stores differ, so test data have
-    no such quotients. Of signed integers a backend declares it (``KVPools.integer_ties``). Of FP4 hardware rounds to
-    even and SGLang's torch code toward zero."""
+    is 0, as every conversion to FP8 does. ``away``: the one farther from zero. ``toward_zero``: the other one. Empty:
+    stores differ, so test data have no such quotients unless a backend declares its rule (``KVPools.ties``)."""
     split: bool = False
     """Numbers of 4 bits. True: the lower halves of the bytes hold the first half of the part, and the upper ones the
     second. False: adjacent numbers share a byte."""
@@ -190,11 +199,17 @@ class RowFormat:
         """The rows of a layer."""
         return PackedRows(self, layer.kv_lora_rank or layer.head_dim, layer.head_dim)
 
-    def with_ties(self, integer_ties: str) -> RowFormat:
-        """The format with a declared rule for signed integers; the same if it has none, or nothing is declared."""
-        if not integer_ties or not any(plane.dtype in _SIGNED for plane in self.planes):
+    @property
+    def lets_declare_ties(self) -> bool:
+        """True if stores of its numbers differ in the rule for ties: signed integers and FP4."""
+        return any(plane.dtype in _RULE_DECLARED for plane in self.planes)
+
+    def with_ties(self, ties: str) -> RowFormat:
+        """The format with a declared rule for its numbers, one of ``TIES``; the same if nothing is declared, or stores
+        do not differ."""
+        if not ties or not self.lets_declare_ties:
             return self
-        ruled = (replace(each, halfway=integer_ties) if each.dtype in _SIGNED else each for each in self.planes)
+        ruled = (replace(each, halfway=ties) if each.dtype in _RULE_DECLARED else each for each in self.planes)
         return replace(self, planes=tuple(ruled))
 
     def fits(self, layout: HeadLayout, dtype: str, width: int) -> bool:

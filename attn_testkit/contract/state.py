@@ -14,6 +14,7 @@ from .state_pool import StateContext
 
 __all__ = [
     "CONTINUES",
+    "CONV_WINDOWS",
     "FRESH",
     "ORDERS",
     "PADDED_STATES",
@@ -22,7 +23,7 @@ __all__ = [
     "ROUNDINGS",
     "STATE_DTYPES",
     "State",
-]
+]  # fmt: skip
 
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
@@ -32,6 +33,7 @@ SLOTS_IN_DECODE = "slots_in_decode"
 ROLLBACKS = ("commit", "slots", SLOTS_IN_DECODE)
 CONTINUES = ("copy", "source")
 ROUNDINGS = ("nearest", "stochastic")
+CONV_WINDOWS = ("exact", "taps_first", "newest_last")
 PRODUCTS = ("fp32", "tf32", "model")
 
 
@@ -51,6 +53,13 @@ class State(Declared):
     """Dtypes of the recurrent state: ``fp32``, ``bf16``, ``fp16``. The convolution's window has the model's dtype."""
     conv_widths: Set[int] = frozenset({4})
     """Taps W of the convolution; 1: none, as Lightning has it. The window of a slot has W - 1 columns."""
+    conv_windows: Set[str] = frozenset({"exact"})
+    """Windows of a slot in the pool. ``exact``: W - 1 columns. The others have more columns, of any number, in decode
+    and extend. ``taps_first``: the last inputs are in the first W - 1 columns, and the columns after them, room for a
+    draft, are neither read nor written (``causal_conv1d_fn`` and ``causal_conv1d_update`` of vLLM and SGLang in Triton:
+    ``state_len = width - 1``). ``newest_last``: all columns are inputs, and the newest is in the last one. The taps
+    read the last W - 1, and the window moves as a whole (``causal_conv1d_update`` of Dao-AILab; Mamba of state-spaces
+    and FLA's ``ShortConvolution`` have W columns). ``StateContext.conv_windows`` names that of an instance."""
     orders: Set[str] = frozenset({"vk"})
     """Order of a state in memory: ``vk`` for [Hv, V, K], ``kv`` for [Hv, K, V]."""
     padding: Set[str] = frozenset({"skip_minus_one"})
@@ -107,7 +116,7 @@ class State(Declared):
     def _check(self) -> None:
         for name, known in (
             ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),
-            ("rollback", ROLLBACKS), ("continues", CONTINUES), ("rounding", ROUNDINGS),
+            ("rollback", ROLLBACKS), ("continues", CONTINUES), ("rounding", ROUNDINGS), ("conv_windows", CONV_WINDOWS),
         ):  # fmt: skip
             self._check_words(name, known)
             if not getattr(self, name):
@@ -143,6 +152,8 @@ def _refused(declared: State, context: BackendContext, state: StateContext) -> I
     yield from first_outside("width of a key", (layer.k_dim for layer in layers), declared.k_dims)
     yield from first_outside("state dtype", [name_of_dtype(state.pool.dtype)], declared.dtypes)
     yield from first_outside("convolution of width", (layer.conv_width for layer in layers), declared.conv_widths)
+    if any(layer.conv_width > 1 for layer in layers):
+        yield from first_outside("windows of a convolution,", [state.conv_windows], declared.conv_windows)
     yield from first_outside("order of a state", [state.pool.order], declared.orders)
     if state.pool.strided and not declared.strided:
         yield "strided states", True

@@ -63,6 +63,11 @@ class StateBackend(AttentionBackend):
         longer draft the server must move state and window there first, or run a target-verify; the kit runs no such
         step of a request that has a verified draft.
 
+        With ``StateContext.conv_windows`` ``taps_first`` a window has columns after the W - 1, which are neither read
+        nor written. With ``newest_last`` the last W - 1 of its columns are those inputs, the columns before them are
+        older inputs, and after the step all of them are the last inputs. A fresh request has zeros before its first
+        row.
+
         If ``batch.state.sources`` is given, in decode and extend, the window and the state before the rows are those of
         slot ``sources[i]``, which is not written unless it is ``indices[i]``.
 

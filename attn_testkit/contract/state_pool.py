@@ -21,7 +21,8 @@ class StatePool:
 
     Slot 0 is reserved: no live request has it. ``temporal`` [slots, Hv, V, K], or [slots, Hv, K, V] with ``order``
     ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. With rollback ``slots`` it is
-    [slots, C, W - 1 + N - 1], of which a request uses that of its first slot (``StateBackend.forward``). ``strided``:
+    [slots, C, W - 1 + N - 1], of which a request uses that of its first slot (``StateBackend.forward``). With
+    ``State.conv_windows`` other than ``exact`` it has more columns, too. ``strided``:
     all layers of a slot lie in one block, so the stride between slots does not follow from a shape. Memory between
     tensors is unused.
     """
@@ -195,3 +196,5 @@ class StateContext:
     """Way in which a request continues a state of the prefix cache (``State.continues``)."""
     rounding: str = "nearest"
     """Rounding of a state that a decode stores (``State.rounding``)."""
+    conv_windows: str = "exact"
+    """Place of the last inputs in windows with more than W - 1 columns (``State.conv_windows``)."""

@@ -796,6 +796,18 @@ RULES: tuple[Rule, ...] = (
         declared=("state",),
     ),
     Rule(
+        "AB-STATE-009",
+        "MAY",
+        "Of a window with more columns than taps read, the declared ones hold inputs: the first W - 1, and those after "
+        "them are neither read nor written, or all of them, and the window moves as a whole.",
+        ("conv-window-exact", "finite"),
+        ("state", "rows"),
+        server="The server allocates the pool.",
+        modes=("decode", "extend"),
+        families=("recurrent",),
+        declared=("state",),
+    ),
+    Rule(
         "AB-HAND-001",
         "MAY",
         "A request whose memory another instance hands over has the sender's bits in every layer and pool.",

@@ -383,7 +383,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     q, k, v = _drawn(schedule, step, pattern or step.data, rng)
     layers = make_layers(case)
     form = ROW_FORMATS.get(case.kv_dtype)
-    packed = form.with_ties(schedule.numerics.integer_ties).of(layers[0]) if form else None
+    packed = form.with_ties(schedule.numerics.ties).of(layers[0]) if form else None
     scales = scales_of_layers(case, step, layers)
     of_k, of_v = scales.float()
     if packed:

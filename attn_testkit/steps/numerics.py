@@ -27,8 +27,8 @@ class Numerics:
     multiply in FP8."""
     state_products: str = "fp32"
     """Format of the factors of products in layers with states (``State.products``); ``fp32`` outside of extend."""
-    integer_ties: str = ""
-    """Rounding of quotients between two integers (``KVPools.integer_ties``), in a case that has some."""
+    ties: str = ""
+    """Rounding of quotients between two numbers of the case's format (``KVPools.ties``), in a case that has some."""
     conv_products: str = "fp32"
     """Format of the products of a convolution in such layers (``State.conv_products``)."""
 
@@ -52,6 +52,6 @@ def numerics_of(case: Case, declared: Capabilities) -> Numerics:
         state_products=declared.state.products
         if declared.state is not None and case.state is not None and case.mode is ForwardMode.EXTEND
         else "fp32",
-        integer_ties=declared.kv_pool.integer_ties if case.data == HALFWAY else "",
+        ties=declared.kv_pool.ties.get(case.kv_dtype, "") if case.data == HALFWAY else "",
         conv_products=declared.state.conv_products if declared.state is not None and case.state is not None else "fp32",
     )

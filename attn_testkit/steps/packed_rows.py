@@ -6,7 +6,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..contract.row_format import LARGEST, ZERO, PackedRows, Plane, codes_of, in_tiles, next_power_of_two
+from ..contract.row_format import (
+    FP4,
+    FP4_TIES,
+    LARGEST,
+    ZERO,
+    PackedRows,
+    Plane,
+    codes_of,
+    in_tiles,
+    next_power_of_two,
+)
 
 _NEAR_TIE = 2.0**-14
 _ULPS = 4
@@ -70,13 +80,15 @@ def _with_one_number(packed: PackedRows, plane: Plane, keys: torch.Tensor, tiles
         tiles.copy_(torch.where(near, tiles.amin(-1, keepdim=True) if last else moved, tiles))
 
 
-_UNIT = 2.0**-8
-"""Scale of tiles of halfway numbers."""
+_UNIT, _UNIT_OF_FP4 = 2.0**-8, 0.25
+"""Scale of tiles of halfway numbers. That of FP4 is a normal number of e4m3."""
 _MOST_HALFWAY = 0x7C
 """Code of 384 in e4m3: the number halfway to the next one is 400."""
-_LARGEST_OF_TILE = {"amax": 448.0, "power_of_two": 352.0}
-"""Largest quotient of a tile, by the rule of its scale. With both, and numbers of at most 400, the scale is one
-unit."""
+_BELOW_A_POWER = {torch.float8_e4m3fn: 352.0, FP4: 5.0}
+"""Largest quotient of a tile whose scale is a power of two. Divided by the largest number of the dtype it is not near
+a power of two, and rounds up to one unit. In FP4 it is a middle, too."""
+_OF_FP4 = 2.0
+"""Factor of unit normals that makes middles of FP4, of which each occurs."""
 _EXPONENTS = 12
 """Adjacent numbers differ by a power of two, down to those that are halfway between the smallest and 0."""
 
@@ -92,25 +104,33 @@ def with_halfway_numbers(packed: PackedRows, keys: torch.Tensor, by: torch.Tenso
         if not plane.halfway:
             continue
         scales, part = packed.scales_of(plane), keys[..., packed.part(plane)]
-        if plane.dtype != torch.float8_e4m3fn:
-            assert scales is not None
-            largest = LARGEST[plane.dtype]
-            tiles = in_tiles(part.float(), scales.tile)
-            tiles = ((tiles * largest / 4).trunc().clamp(1 - largest, largest - 1) + 0.5).clamp(max=largest - 0.5)
-            tiles[..., -1] = largest
-            part.copy_(tiles.flatten(-2) * _UNIT)
-            continue
-        unit, size = (_UNIT, 256.0) if scales else (1.0, 2.0)
-        numbers = (part / by).float() * size * torch.exp2(-(torch.arange(part.shape[-1]) % _EXPONENTS).float())
-        codes = numbers.abs().clamp(max=LARGEST[plane.dtype]).to(plane.dtype).view(torch.uint8)
-        codes = codes.clamp(max=_MOST_HALFWAY)
-        middle = (codes.view(plane.dtype).float() + (codes + 1).view(plane.dtype).float()) / 2
-        # Next to 0 only positive numbers: not every store has a -0.
-        tiles = in_tiles(torch.where((numbers < 0) & (codes > 0), -middle, middle), scales.tile if scales else 0)
+        tiles = _middles(plane.dtype, (part / by).float(), scaled=bool(scales))
+        tiles = in_tiles(tiles, scales.tile if scales else 0)
         if scales:
-            tiles[..., -1] = _LARGEST_OF_TILE[scales.rule]
-        part.copy_(tiles.flatten(-2) * unit * by)
+            powers = scales.rule == "power_of_two"
+            tiles[..., -1] = _BELOW_A_POWER[plane.dtype] if powers else LARGEST[plane.dtype]
+        unit = _UNIT_OF_FP4 if plane.dtype == FP4 else _UNIT
+        part.copy_(tiles.flatten(-2) * (unit if scales else 1.0) * by)
     return keys
+
+
+def _middles(dtype: torch.dtype, numbers: torch.Tensor, *, scaled: bool) -> torch.Tensor:
+    """Middles between two adjacent numbers of ``dtype``, drawn by unit normals ``numbers`` [..., n], with their signs.
+    ``scaled``: the numbers are quotients by a scale."""
+    if dtype == FP4:
+        # Next to 0 only positive numbers: not every store has a -0.
+        codes = codes_of(numbers * _OF_FP4, FP4) & 7
+        middle = torch.tensor(FP4_TIES)[codes.clamp(max=len(FP4_TIES) - 1).long()]
+        return torch.where((numbers < 0) & (codes > 0), -middle, middle)
+    largest = LARGEST[dtype]
+    if dtype != torch.float8_e4m3fn:
+        whole = (numbers * largest / 4).trunc().clamp(1 - largest, largest - 1)
+        return (whole + 0.5).clamp(max=largest - 0.5)
+    numbers = numbers * (256.0 if scaled else 2.0)
+    numbers = numbers * torch.exp2(-(torch.arange(numbers.shape[-1]) % _EXPONENTS).float())
+    codes = numbers.abs().clamp(max=largest).to(dtype).view(torch.uint8).clamp(max=_MOST_HALFWAY)
+    middle = (codes.view(dtype).float() + (codes + 1).view(dtype).float()) / 2
+    return torch.where((numbers < 0) & (codes > 0), -middle, middle)
 
 
 _A_UNIT_LESS = 1 - 2.0**-7.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from in_process import check_backend
@@ -9,8 +11,8 @@ from in_process import check_backend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.features.data_pattern import HALFWAY
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import ROW_FORMATS, ForwardMode
-from attn_testkit.contract.row_format import PackedRows, in_tiles
+from attn_testkit.contract import ROW_FORMATS, ForwardMode, KVPools
+from attn_testkit.contract.row_format import FP4_TIES, TIES, PackedRows, in_tiles
 from attn_testkit.families.by_layer import layers as layers_of
 from attn_testkit.steps.packed_rows import with_halfway_numbers
 from attn_testkit_corpus.faults.catalogue import entry_of
@@ -19,6 +21,7 @@ WITH_RULE = sorted(name for name, each in ROW_FORMATS.items() if each.rounds_hal
 STORED = "decode-gqa8x2-d64-bf16-p1-k2x2-shuffled-halfway-kvfp8pertokenhead-b2prod"
 BY_HEAD = "extend-gqa8x2-d64-bf16-p1-k2x2-n2a2x2-shuffled-halfway-kvfp8perhead-b2prod"
 E4M3 = torch.float8_e4m3fn
+FP4_BOTH = STORED.replace("kvfp8pertokenhead", "kv{}")
 
 
 def rows_of(name: str) -> tuple[PackedRows, torch.Tensor]:
@@ -98,7 +101,7 @@ INTEGERS = STORED.replace("kvfp8pertokenhead", "kvint8pertokenhead")
 
 
 @pytest.mark.parametrize("name", ["int8_per_token_head", "int8_per_token_head_apart", "int4_group8"])
-@pytest.mark.parametrize("ties", ["even", "away"])
+@pytest.mark.parametrize("ties", TIES)
 def test_quotients_of_signed_integers_are_packed_by_the_declared_rule(name: str, ties: str) -> None:
     assert not ROW_FORMATS[name].rounds_halfway
     layer = layers_of(parse_case(INTEGERS))[0]
@@ -116,19 +119,77 @@ def test_quotients_of_signed_integers_are_packed_by_the_declared_rule(name: str,
     if ties == "even":
         assert (stored % 2 == 0).all()
     else:
-        assert torch.equal(stored.abs(), quotients.abs() + 0.5)
+        assert torch.equal(stored.abs(), quotients.abs() + (0.5 if ties == "away" else -0.5))
 
 
-def test_formats_without_signed_integers_have_their_own_rule_whatever_is_declared() -> None:
-    for name in ("fp8_per_token_head", "nvfp4", "int8_zeros_per_token_head"):
+UP = {"even": (1, 3, 5), "away": range(7), "toward_zero": ()}
+"""Rule -> middles of FP4 that are rounded up, by the place of the number below them."""
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp4_mx_block16"])
+@pytest.mark.parametrize("ties", TIES)
+def test_quotients_of_fp4_are_packed_by_the_declared_rule(name: str, ties: str) -> None:
+    layer = layers_of(parse_case(FP4_BOTH.format(name.replace("_", ""))))[0]
+    packed = ROW_FORMATS[name].with_ties(ties).of(layer)
+    keys = torch.randn(64, packed.width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    scale = 0.5 if name == "nvfp4" else 1.0
+    keys = with_halfway_numbers(packed, keys, scale).float() / scale
+    scales = packed.scales_of(packed.format.planes[0])
+    assert scales is not None
+    assert (packed.scales(scales, keys) == 0.25).all()
+    quotients = packed.quotients(packed.format.planes[0], keys)[..., :-1]
+    assert set(quotients.abs().unique().tolist()) == set(FP4_TIES)
+    assert (quotients < 0).any()
+    stored = in_tiles(packed.unpack(packed.pack(keys)) * 4, 16)[..., :-1]
+    sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    for place, middle in enumerate(FP4_TIES):
+        found = stored[quotients.abs() == middle].abs().unique().tolist()
+        assert found == [sizes[place + (place in UP[ties])]]
+
+
+def test_formats_with_one_rule_have_it_whatever_is_declared() -> None:
+    for name in ("fp8_per_token_head", "int8_zeros_per_token_head"):
         assert ROW_FORMATS[name].with_ties("away") is ROW_FORMATS[name]
 
 
 def test_core_has_halfway_integers_only_if_a_rule_is_declared() -> None:
     declared = entry_of("integer-ties-round-up").backend.capabilities
-    for rule, names in (("even", ["int8_per_token_head"]), ("away", ["int8_per_token_head"]), ("", [])):
-        found = generate(declared.with_changes(kv_pool={"integer_ties": rule}), ForwardMode.DECODE, "core")
+    name = "int8_per_token_head"
+    for rules, names in (({name: "even"}, [name]), ({name: "away"}, [name]), ({"nvfp4": "even"}, [])):
+        found = generate(declared.with_changes(kv_pool={"ties": rules}), ForwardMode.DECODE, "core")
         assert [case.kv_dtype for case in found if case.data == HALFWAY] == names
+
+
+@pytest.mark.parametrize(
+    ("ties", "text"),
+    [
+        ({"nvfp": "even"}, "did you mean 'nvfp4'"),
+        ({"fp8_per_head": "even"}, "unknown format of ties"),
+        ({"nvfp4": "evn"}, "did you mean 'even'"),
+        ("even", "write {'nvfp4': 'even'}"),
+    ],
+)
+def test_a_rule_that_cannot_be_declared_is_refused(ties: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        KVPools(ties=ties)
+
+
+@pytest.mark.parametrize(
+    ("slug", "name", "text"),
+    [
+        ("fp4-rounded-by-thresholds", "nvfp4", ""),
+        ("fp4-rounded-by-thresholds", "fp4_mx_block16", ""),
+        ("fp4-ties-round-away", "nvfp4", "away from zero"),
+        ("fp4-thresholds-that-truncate", "fp4_mx_block16", "nearer to zero"),
+    ],
+)
+def test_a_store_of_fp4_passes_only_if_it_rounds_as_it_declares(slug: str, name: str, text: str) -> None:
+    case = FP4_BOTH.format(name.replace("_", ""))
+    found = check_backend(entry_of(slug).backend, cases=[case], device="cpu", diagnose="none", executions=["eager"])
+    failed = {finding.check: finding for each in found if each.case for finding in each.findings}
+    assert ("writes-own-kv" in failed) == bool(text)
+    assert text in str(failed.get("writes-own-kv", ""))
+    assert any(each.case == case for each in found)
 
 
 @pytest.mark.parametrize("slug", ["row-formats-stored-by-reciprocals", "integer-ties-round-up"])

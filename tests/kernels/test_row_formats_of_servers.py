@@ -12,7 +12,7 @@ import torch
 from alone import load
 
 from attn_testkit.contract import ROW_FORMATS, AttentionLayer
-from attn_testkit.steps.packed_rows import with_one_packing
+from attn_testkit.steps.packed_rows import with_halfway_numbers, with_one_packing
 
 WIDTH, INSIDE = 64, 32
 _GIVEN = {
@@ -48,6 +48,14 @@ def test_fp4_rows_of_sglang_are_those_of_the_kit(of_sglang: Any) -> None:
     assert torch.equal(rows[..., :INSIDE], numbers)
     assert torch.equal(rows[..., INSIDE:].reshape(len(rows), -1), scales)
     assert torch.equal(packed.unpack(rows), meant)
+
+
+def test_sglang_rounds_quotients_between_two_fp4_numbers_away_from_zero(of_sglang: Any) -> None:
+    packed = ROW_FORMATS["fp4_mx_block16"].with_ties("away").of(AttentionLayer(0, 4, 2, WIDTH, WIDTH, 0.1))
+    chosen = with_halfway_numbers(packed, keys())
+    with torch.compiler.set_stance("force_eager"):
+        numbers, _ = of_sglang.FP4MXBlock16KVQuantizeUtil.batched_quantize(chosen)
+    assert torch.equal(packed.pack(chosen)[..., :INSIDE], numbers)
 
 
 def test_nvfp4_rows_mean_what_sglang_reads_in_them(of_sglang: Any) -> None:

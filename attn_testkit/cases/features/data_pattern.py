@@ -104,7 +104,7 @@ DATA_PATTERN = Feature(
         Entry(
             HALFWAY,
             "Keys and values whose quotients are exactly halfway between two numbers, in rows with scales: a store "
-            "must round to the even one, and of integers by the declared rule.",
+            "must round to the even one, and those of integers and FP4 by the declared rule.",
             also=("ties of a format", "round to nearest even"),
         ),
         Entry(

@@ -11,6 +11,7 @@ import torch
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.state import (
     CONTINUES,
+    CONV_WINDOWS,
     FRESH,
     ORDERS,
     PADDED_STATES,
@@ -64,6 +65,8 @@ _CONVENTIONS = {
     "zeroed": "the server clears slots of fresh requests",
     "copied": "requests continue states that the server has copied",
     "source": "requests continue states of other slots",
+    "tapsfirst": "windows have columns after those that taps read",
+    "newestlast": "windows have columns before those that taps read, of older inputs",
     "kv": "states are [Hv, K, V]",
     "slots": "a slot for each node of a draft",
     SLOTS_IN_DECODE: "a slot for each node of a draft, which a decode without a draft gets, too",
@@ -94,6 +97,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         and (state.strided or not each.strided)
         and each.snapshots in state.snapshots | {0}
         and each.continues in state.continues | {""}
+        and (each.conv_width == 1 or each.conv_windows in state.conv_windows)
         and (state.plain_convolution or case.data not in PASSED_ON)
     )
 
@@ -127,10 +131,19 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
         found["rollback"] = ROLLBACKS[0]
     if verifies or found["dtype"] == "fp32":
         found["rounding"] = ROUNDINGS[0]
+    windows = conv_windows_of(declared, found["conv_width"], verifies=verifies)
+    conv_windows = shape.conv_windows if shape and shape.conv_windows in windows else windows[0]
     each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
     strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
     continues = shape.continues if shape and shape.continues in declared.continues and not verifies else ""
-    return StateShape(**found, strided=strided, snapshots=each, big=big, continues=continues)
+    return StateShape(**found, strided=strided, snapshots=each, big=big, continues=continues, conv_windows=conv_windows)
+
+
+def conv_windows_of(declared: State, conv_width: int, *, verifies: bool) -> list[str]:
+    """Declared windows of a convolution with this number of taps, the usual one first."""
+    if conv_width == 1 or verifies:
+        return [CONV_WINDOWS[0]]
+    return [each for each in CONV_WINDOWS if each in declared.conv_windows]
 
 
 def _fit(declared: Capabilities, case: Fields) -> Changes:
@@ -204,6 +217,13 @@ def _convention(
     return undeclared
 
 
+def _other_windows(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    state = context.state
+    if state is None or not any(layer.conv_width > 1 for layer in state.layers):
+        return None
+    return _convention("conv_windows", CONV_WINDOWS)(declared, context)
+
+
 def _covered(name: str, words: str) -> Covered:
     def make(declared: Capabilities, case: Fields, value: Any) -> Changes:
         return {"state": replace(case.state, **{name: value})} if case.state else {}
@@ -225,6 +245,14 @@ def _continued_in(declared: Capabilities, mode: ForwardMode) -> list[str]:
     """Ways in which requests of a mode continue states of a prefix cache."""
     ways = {ForwardMode.EXTEND: CONTINUES, ForwardMode.DECODE: ("source",)}.get(mode, ())
     return [each for each in ways if declared.state and each in declared.state.continues]
+
+
+def _longer_windows(declared: Capabilities, mode: ForwardMode) -> list[str]:
+    """Declared windows of a mode with more columns than taps read."""
+    state = declared.state
+    if state is None or mode.is_target_verify() or declared.heads.families == {"lightning"}:
+        return []
+    return [each for each in CONV_WINDOWS[1:] if each in state.conv_windows and max(state.conv_widths) > 1]
 
 
 def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
@@ -251,6 +279,8 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     if isinstance(rows, Decode) or (isinstance(rows, Extend) and rows.chunks == 1):
         mode = ForwardMode.DECODE if isinstance(rows, Decode) else ForwardMode.EXTEND
         continues = draws.one_of(["", *_continued_in(declared, mode)])
+    windows = conv_windows_of(state, drawn["conv_width"], verifies=isinstance(rows, Verify))
+    drawn["conv_windows"] = draws.one_of(windows) if len(windows) > 1 else windows[0]
     shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues)
     return {**changes, "state": shape}
 
@@ -260,6 +290,8 @@ def _wrong(case: Fields) -> str:
         return f"heads {case.heads} and {case.state or 'no state'}: layers of {case.heads.family} " + (
             "keep a state; add its widths, such as k64w4s32" if case.state is None else "keep none"
         )
+    if case.state and case.state.conv_width == 1 and case.state.has_longer_windows:
+        return f"{case.state}: layers without a convolution have no window"
     if case.state and isinstance(case.rows, Extend) and (0, 0) in zip(case.prefixes, case.rows.new, strict=True):
         return "a request without rows and without tokens before the step has no state to keep"
     return f"data {case.data}: {why}" if (why := _without_data(case)) else ""
@@ -313,6 +345,13 @@ STATE = Feature(
         Trait("states of prompts", lambda case: case.state is not None and case.mode is ForwardMode.EXTEND),
         Trait("states of drafts", lambda case: case.state is not None and case.tree is not None),
         Trait("snapshots of states", lambda case: case.state is not None and case.state.snapshots > 0),
+        Trait(
+            "longer windows of a convolution",
+            lambda case: case.state is not None and case.state.has_longer_windows,
+            excludes={
+                "drafts to verify": "with slots for nodes windows are longer anyway, and a commit copies W - 1 columns",
+            },
+        ),
         Trait(
             "states of a prefix cache",
             lambda case: case.state is not None and bool(case.state.continues),
@@ -396,6 +435,14 @@ STATE = Feature(
             numbers=True,
         ),
         Entry(
+            "k64w4s32.tapsfirst",
+            "Recurrent states whose windows have more columns than taps read, after the last inputs; `newestlast`: "
+            "before them.",
+            also=("tapsfirst", "newestlast", "longer window"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
             "k128w1sb16",
             "Recurrent states with keys of width 128, no convolution, and states in bf16.",
             page="how-to/recurrent-states.md",
@@ -452,6 +499,15 @@ STATE = Feature(
             lambda declared, case, value: {"state": replace(case.state, continues=value)} if case.state else {},
         ),
         Covered(
+            "state windows",
+            "windows of a convolution",
+            _longer_windows,
+            lambda declared, case: case.state.conv_windows if case.state and case.state.has_longer_windows else None,
+            lambda declared, case, value: (
+                {"state": replace(case.state, conv_windows=value)} if case.state and case.state.conv_width > 1 else {}
+            ),
+        ),
+        Covered(
             "state slots",
             "slots of states",
             lambda declared, mode: ["strided"] if declared.state and declared.state.strided else (),
@@ -469,6 +525,7 @@ STATE = Feature(
         _convention("rounding", ROUNDINGS),
         _convention("rollback", ROLLBACKS, only_verify=True),
         _convention("continues", CONTINUES),
+        _other_windows,
     ),
     random=_random,
     varies="instance",

@@ -39,6 +39,7 @@ from ...cases.trees import Tree
 from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
 from ...steps.schedule import Request, Schedule, Step
+from ...watches.signaling_nan import fill_with_signaling_nan
 from .chunks import ChunkMistake
 from .rwkv import SLOWEST, RemovalSlip
 
@@ -164,7 +165,7 @@ class StateStepData(StepData):
     states: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """[L, B, Hv, V, K] in the state's dtype: before the step; zeros for a fresh request."""
     windows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """[L, B, C, W - 1] in the model's dtype: before the step; zeros for a fresh request."""
+    """[L, B, C, W - 1 and ``history``] in the model's dtype: before the step; zeros for a fresh request."""
     layers: tuple[StateLayer, ...] = ()
     products: str = "fp32"
     """``State.products`` of the backend."""
@@ -186,7 +187,10 @@ class StateStepData(StepData):
     nodes: int = 1
     """Slots of each request's list in which a step stores states: N in target-verify with a slot for each node."""
     more_columns: int = 0
-    """Columns of a window in memory that only drafts use: N - 1 in other modes of an instance with ``slots``."""
+    """Columns of a window in memory after those of ``windows``: N - 1 that only drafts use, in other modes of an
+    instance with ``slots``, or those of ``taps_first``."""
+    history: int = 0
+    """Columns of ``windows`` before the W - 1 that taps read: with ``newest_last``, older inputs; NaN if drawn."""
     taken: tuple[int, ...] = ()
     """Place, from 1 on, in its request's list of the slot that holds the state before the step."""
     ends: tuple[End, ...] = ()
@@ -357,6 +361,12 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
     before, places, behind = _continued(schedule, step, pattern)
     kept = tuple(news) if case.tree is None else tuple(request.accepted for request in step.requests)
     memory = _memory_of(schedule, step, before, kept, places)
+    fresh = torch.tensor(
+        [place < 0 if before else _is_fresh(case, prefix) and slot == source
+         for prefix, slot, source, place in zip(
+             prefixes, memory["slots"].tolist(), memory["sources"], places or prefixes, strict=True)],
+        dtype=torch.bool,
+    )  # fmt: skip
     return StateStepData(
         q=joined["mixed"], k=joined["a"], v=joined["b"],
         hidden=normals((step.tokens, HIDDEN), np.random.default_rng([step.seed % 2**32, whole.index, 0x41D])),
@@ -371,13 +381,7 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         out_cache_loc=torch.from_numpy(
             np.concatenate([np.empty(0, np.int64), *(r.slots[r.prefix : r.prefix + r.new] for r in step.requests)])
         ),
-        fresh=torch.tensor(
-            [place < 0 if before else _is_fresh(case, prefix) and slot == source
-             for prefix, slot, source, place in zip(
-                 prefixes, memory["slots"].tolist(), memory["sources"], places or prefixes, strict=True)],
-            dtype=torch.bool,
-        ),
-        states=joined["states"], windows=joined["windows"],
+        fresh=fresh, states=joined["states"], windows=_with_history(joined["windows"], fresh, memory["history"]),
         layers=state_layers(case), products=schedule.numerics.state_products,
         conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
         news=tuple(news), kept=kept, trees=trees, unit_keys=joined["keys"] if exact else None,
@@ -385,6 +389,15 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         before_rows=behind, has_gates=case.data == EXACT_GATES, passed_on=case.data == FAIR_ROUNDING,
         **memory,
     )  # fmt: skip
+
+
+def _with_history(windows: torch.Tensor, fresh: torch.Tensor, columns: int) -> torch.Tensor:
+    """Windows [L, B, C, W - 1] with columns before them: NaN, which no tap reads, and zeros for a fresh request."""
+    if not columns:
+        return windows
+    older = torch.empty(*windows.shape[:-1], columns, dtype=windows.dtype)
+    fill_with_signaling_nan(older)
+    return torch.cat([older.masked_fill(fresh[:, None, None], 0.0), windows], -1)
 
 
 def _continued(
@@ -439,9 +452,11 @@ def _memory_of(
     else:
         ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]
     ends += [End(slots[request], request, rows) for request, rows in enumerate(copies) if rows]
-    more_columns = slots_listed(case) - nodes if shape.conv_width > 1 else 0
+    longer = shape.more_columns
+    history = longer if shape.conv_windows == "newest_last" else 0
+    more_columns = slots_listed(case) - nodes + longer - history if shape.conv_width > 1 else 0
     return {"slots": torch.from_numpy(lists[:, 0].copy()), "lists": lists, "taken": taken, "ends": tuple(ends),
-            "more_columns": more_columns, "nodes": nodes,
+            "more_columns": more_columns, "history": history, "nodes": nodes,
             "snapshot_rows": copies, "snapshot_slots": slots, "sources": sources}  # fmt: skip
 
 

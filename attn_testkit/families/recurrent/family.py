@@ -61,7 +61,8 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
         )
     yield from mistaken_removals(data)
     yield "a layer reads the states of the layer before it", replace(data, states=data.states.roll(1, 0))
-    yield "the window is read newest first", replace(data, windows=data.windows.flip(-1))
+    older, taps = data.windows[..., : data.history], data.windows[..., data.history :]
+    yield "the window is read newest first", replace(data, windows=torch.cat([older, taps.flip(-1)], -1))
     if data.states.shape[-1] == data.states.shape[-2]:
         yield (
             "rows and columns of the state before the step are exchanged",

@@ -38,7 +38,7 @@ def as_rows(windows: torch.Tensor, states: torch.Tensor, order: str) -> torch.Te
 
 
 def _with_more_columns(windows: torch.Tensor, data: StateStepData) -> torch.Tensor:
-    """Windows [L, n, C, W - 1] with the further columns that only drafts of the instance use: NaN."""
+    """Windows [L, n, C, W - 1] with the further columns that only drafts of the instance use, or nobody: NaN."""
     if not data.more_columns:
         return windows
     more = torch.empty(*windows.shape[:3], data.more_columns, dtype=windows.dtype)
@@ -48,18 +48,30 @@ def _with_more_columns(windows: torch.Tensor, data: StateStepData) -> torch.Tens
 
 def from_rows(rows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows [L, n, C, columns] in the model's dtype and states [L, n, Hv, V, K] in theirs, from rows [L, n, bytes].
-    ``StateStepData.more_columns`` are left out: they may hold anything, because no step reads them.
+    ``StateStepData.more_columns`` are left out: no step reads them.
     """
-    channels, (heads, wide, keys) = data.windows.shape[2], data.states.shape[2:]
-    own = data.shape.window_columns(data.nodes)
-    width = own + data.more_columns
-    count = rows.shape[:2]
-    size = channels * width * data.windows.dtype.itemsize
-    windows = rows[..., :size].contiguous().view(data.windows.dtype).view(*count, channels, width)[..., :own]
-    states = rows[..., size:].contiguous().view(data.states.dtype)
+    heads, wide, keys = data.states.shape[2:]
+    windows, states = _parts_of(rows, data)
+    windows, states = windows[..., : _own_columns(data)], states.view(data.states.dtype)
     if data.shape.order == "vk":
-        return windows, states.view(*count, heads, wide, keys)
-    return windows, states.view(*count, heads, keys, wide).transpose(-1, -2)
+        return windows, states.view(*rows.shape[:2], heads, wide, keys)
+    return windows, states.view(*rows.shape[:2], heads, keys, wide).transpose(-1, -2)
+
+
+def more_columns_in(rows: torch.Tensor, data: StateStepData) -> torch.Tensor:
+    """[L, n, C, ``StateStepData.more_columns``] in the model's dtype, from rows [L, n, bytes]."""
+    return _parts_of(rows, data)[0][..., _own_columns(data) :]
+
+
+def _own_columns(data: StateStepData) -> int:
+    return data.shape.window_columns(data.nodes) + data.history
+
+
+def _parts_of(rows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows [L, n, C, all columns], and bytes of states [L, n, bytes]."""
+    shape = *rows.shape[:2], data.windows.shape[2], _own_columns(data) + data.more_columns
+    size = shape[2] * shape[3] * data.windows.dtype.itemsize
+    return rows[..., :size].contiguous().view(data.windows.dtype).view(shape), rows[..., size:].contiguous()
 
 
 def _held(
@@ -110,7 +122,7 @@ def _image(
     while chain[0].before is not None:
         chain.insert(0, chain[0].before)
     slots, rows = _held(schedule, step, chain[0], after=False, unowned=unowned)
-    columns = chain[0].shape.window_columns(chain[0].nodes) + chain[0].more_columns
+    columns = _own_columns(chain[0]) + chain[0].more_columns
     window = torch.empty(1, 1, chain[0].windows.shape[2], columns, dtype=chain[0].windows.dtype)
     state = torch.empty(1, 1, *chain[0].states.shape[2:], dtype=chain[0].states.dtype)
     fill_with_signaling_nan(window, state)

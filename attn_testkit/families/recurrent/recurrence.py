@@ -58,7 +58,7 @@ class Start:
     walk: torch.Tensor
     """[L, B, Hv, V]: error that rounding in earlier steps may have caused."""
     windows: torch.Tensor
-    """[L, B, C, W - 1] in the model's dtype."""
+    """[L, B, C, W - 1 and ``StateStepData.history``] in the model's dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,7 +358,7 @@ def convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch
         return rows, torch.zeros_like(rows)
     weight, width = layer.conv_weight.double(), layer.conv_width
     out, size, rounded = (torch.zeros_like(rows) for _ in range(3))
-    every, read = _taps(rows, start_of(data).windows[index], data)
+    every, read = _taps(rows, start_of(data).windows[index][..., data.history :], data)
     for tap in range(width):
         term = weight[:, tap] * every[read[:, tap]]
         out += term
@@ -402,7 +402,7 @@ def _rows(data: StateStepData, request: int, count: int, first: int) -> slice | 
 
 
 def _window_behind(data: StateStepData, request: int, rows: int) -> torch.Tensor:
-    """[L, C, W - 1] after this number of rows of a request: copies of its last inputs."""
+    """[L, C, W - 1 and ``history``] after this number of rows of a request: copies of its last inputs."""
     before = start_of(data).windows
     inputs = data.q[:, _rows(data, request, rows, sum(data.news[:request]))]
     every = torch.cat([before[:, request], inputs.transpose(1, 2)], -1)
@@ -412,7 +412,7 @@ def _window_behind(data: StateStepData, request: int, rows: int) -> torch.Tensor
 def _windows(data: StateStepData) -> torch.Tensor:
     """[L, E, C, columns]: the window of each end, as in memory."""
     before, nodes = start_of(data).windows, data.nodes
-    columns = data.shape.window_columns(nodes)
+    columns = data.shape.window_columns(nodes) + data.history
     found = torch.empty(len(before), len(data.ends), before.shape[2], columns, dtype=before.dtype)
     fill_with_signaling_nan(found)
     starts = np.cumsum([0, *data.news])

@@ -33,7 +33,7 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
     capabilities = RowFormatsBackend.capabilities.with_changes(
         kv_pool={
             "kv_dtypes": {"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"},
-            "integer_ties": "away",
+            "ties": {"int8_per_token_head": "away", "int8_per_token_head_apart": "away"},
         }
     )
 
@@ -49,6 +49,22 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
             held = codes.clamp(-largest, largest).to(numbers.dtype).view(torch.uint8)
             numbers.view(torch.uint8).index_put_(at, held)
             planes["scales"].index_put_(at, scale)
+
+
+@control()
+class Fp4RoundedByThresholds(RowFormatsBackend):
+    """FP4 is rounded by comparisons with the middles: away from zero (SGLang) or toward it (ExLlamaV3)."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_pool={
+            "kv_dtypes": {"nvfp4", "fp4_mx_block16"},
+            "ties": {"nvfp4": "toward_zero", "fp4_mx_block16": "away"},
+        }
+    )
+
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(layer, k, v, meta)
+        self.write_fp4(layer, k, v, meta, away=self.context.kv_pool.row_format == "fp4_mx_block16")
 
 
 @control()

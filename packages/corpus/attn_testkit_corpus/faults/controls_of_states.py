@@ -11,6 +11,7 @@ from attn_testkit.contract import BackendContext, ForwardBatch, ForwardMode, Sta
 
 from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
+from .longer_windows import LongerWindowsParent
 from .r_changing_modes import CommittedStatesKept
 from .r_gates import ChunksParent, RoundedProductsParent
 from .r_rounding import RoundingParent
@@ -69,6 +70,11 @@ class StatesOfNarrowHeads(StateParent):
         heads={"families": {"gdn"}, "head_dims": {16}},
         state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
     )
+
+
+@control()
+class StatesOfLongerWindows(LongerWindowsParent):
+    """Windows with room for a draft after the last inputs (vLLM), or with older inputs before them (Dao-AILab, FLA)."""
 
 
 @control()

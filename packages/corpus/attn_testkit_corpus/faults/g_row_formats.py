@@ -356,7 +356,7 @@ class IntegerTiesRoundUp(RowFormatsBackend):
     """Quotients between two integers are rounded up, and the rule is declared to be the even one."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
-        kv_pool={"kv_dtypes": {"int8_per_token_head"}, "integer_ties": "even"}
+        kv_pool={"kv_dtypes": {"int8_per_token_head"}, "ties": {"int8_per_token_head": "even"}}
     )
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
@@ -365,3 +365,39 @@ class IntegerTiesRoundUp(RowFormatsBackend):
             at = self.at(meta.slots.long())
             codes = (rows.float() / planes["scales"][at] + 0.5).floor().clamp(max=127)
             planes["numbers"].index_put_(at, codes.to(torch.int8))
+
+
+@fault(
+    "SGLang's FP4MXBlock16KVQuantizeUtil, where hardware rounds to even",
+    "writes-own-kv",
+    "away from zero",
+    modes="decode extend",
+)
+class Fp4TiesRoundAway(RowFormatsBackend):
+    """Quotients between two FP4 numbers are rounded away from zero, and the rule is declared to be the even one."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"nvfp4", "fp4_mx_block16"}, "ties": {"nvfp4": "even", "fp4_mx_block16": "even"}}
+    )
+
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(layer, k, v, meta)
+        self.write_fp4(layer, k, v, meta, away=True)
+
+
+@fault(
+    "general (comparisons with > where the other store has >=)",
+    "writes-own-kv",
+    "nearer to zero",
+    modes="decode extend",
+)
+class Fp4ThresholdsThatTruncate(RowFormatsBackend):
+    """Quotients between two FP4 numbers stay at the smaller one, and the rule is declared to be away from zero."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_pool={"kv_dtypes": {"fp4_mx_block16"}, "ties": {"fp4_mx_block16": "away"}}
+    )
+
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(layer, k, v, meta)
+        self.write_fp4(layer, k, v, meta, away=False)

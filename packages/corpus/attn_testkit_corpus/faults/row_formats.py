@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, BackendContext
-from attn_testkit.contract.row_format import FP4, HALVES, INT4, POWER_OF_TWO, ZERO, in_tiles
+from attn_testkit.contract.row_format import FP4, FP4_TIES, HALVES, INT4, POWER_OF_TWO, ZERO, in_tiles
 
 from .parent import Metadata, PlannedBackend
 from .pool_reads import read_at
@@ -101,6 +101,21 @@ class RowFormatsBackend(PlannedBackend):
     def head_scales(self, part: int, layer: AttentionLayer) -> torch.Tensor | None:
         """[Hk] float32: scales of KV heads, if the format has any."""
         return (layer.k_head_scales, layer.v_head_scales)[part]
+
+    def write_fp4(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata, *, away: bool) -> None:
+        """Store the numbers of FP4 rows again, rounded by comparisons with the middles. ``away``: a quotient that is
+        equal to one is rounded away from zero."""
+        at = self.at(meta.slots.long())
+        all_planes = self.context.kv_pool.get_planes(layer.layer_id)
+        for rows, planes, above in zip((k, v), all_planes, (layer.k_scale, layer.v_scale), strict=True):
+            scales = planes["scales"][at].float()
+            if planes["scales"].dtype == torch.uint8:
+                scales, above = torch.exp2(scales - 127), 1.0
+            quotients = (in_tiles(rows.float() / above, 16) / scales[..., None]).flatten(-2)
+            codes = (quotients < 0).to(torch.uint8) * 8
+            for middle in FP4_TIES:
+                codes += quotients.abs() >= middle if away else quotients.abs() > middle
+            planes["numbers"].index_put_(at, codes[..., 0::2] + codes[..., 1::2] * 16)
 
     def stored(self, layer: AttentionLayer, meta: Metadata) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
         """Plane of scales of K and of V, as bytes [pages, page_size, Hk, bytes], each with the places of new rows."""
