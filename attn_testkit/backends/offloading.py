@@ -55,9 +55,12 @@ def _pairs(
     layer_id: int, device: tuple[torch.Tensor, ...], host: tuple[torch.Tensor, ...], moved: Moved
 ) -> Iterator[Part]:
     for ours, theirs in zip(device, host, strict=True):
-        # torch cannot index FP8 everywhere.
-        views = (each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in (ours, theirs))
-        yield Part(layer_id, *views, moved)
+        yield Part(layer_id, _bits(ours), _bits(theirs), moved)
+
+
+def _bits(view: torch.Tensor) -> torch.Tensor:
+    # torch cannot index FP8 everywhere.
+    return view.view(torch.uint8) if view.dtype.itemsize == 1 else view
 
 
 def to_host(part: Part) -> None:

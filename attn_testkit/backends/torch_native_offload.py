@@ -31,6 +31,12 @@ from .torch_native import TorchNativeBackend
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND})
 
 
+def _after(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event after the present work of a stream."""
+    event: torch.cuda.Event = stream.record_event()
+    return event
+
+
 class TorchNativeOffloadBackend(TorchNativeBackend):
     """Copies whole pages. A forward waits for the pages of its layer, and a replay for those of all layers."""
 
@@ -71,7 +77,7 @@ class TorchNativeOffloadBackend(TorchNativeBackend):
         with torch.cuda.stream(transfer.stream):
             for part in parts_of(self.context, transfer):
                 pages_to_host(part)
-        return transfer.stream.record_event()
+        return _after(transfer.stream)
 
     @override
     def reload(self, transfer: Transfer) -> torch.cuda.Event:
@@ -81,8 +87,8 @@ class TorchNativeOffloadBackend(TorchNativeBackend):
             for layer_id, parts in groupby(parts_of(self.context, transfer), lambda part: part.layer_id):
                 for part in parts:
                     pages_to_device(part)
-                self._arriving.setdefault(layer_id, []).append(transfer.stream.record_event())
-        return transfer.stream.record_event()
+                self._arriving.setdefault(layer_id, []).append(_after(transfer.stream))
+        return _after(transfer.stream)
 
     def _wait_for(self, layer_id: int) -> None:
         for event in self._arriving.pop(layer_id, ()):

@@ -97,7 +97,7 @@ class Copies:
 
     def event_of(self, transfer: Transfer) -> torch.cuda.Event:
         """An event for a transfer, before its copies."""
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
 
     def event_after(self, transfer: Transfer, event: torch.cuda.Event) -> torch.cuda.Event | None:
         """The event after the copies of a transfer."""
