@@ -178,18 +178,19 @@ class Offloader(Mover):
                         *group.kv_pool.get_kv_pages(layer.layer_id)[: layer.head_layout.pool_rows],
                         *group.kv_pool.get_scale_pages(layer.layer_id),
                     )
-                    rows[layer.layer_id] = [(view.shape[2:], view.dtype) for view in views]
+                    rows[layer.layer_id] = [_row(view, 2) for view in views]
             keys.append(HostPool.of(rows, pages, page, layout))
         index, states = self._context.index_pool, self._context.state
         of_index = of_states = None
         if index is not None:
-            views = {layer: (index.get_keys(layer), index.get_scales(layer)) for layer in index.layer_ids}
-            rows = {layer: [(view.shape[2:], view.dtype) for view in each] for layer, each in views.items()}
-            of_index = HostPool.of(rows, pages, page, layout)
+            each = {layer: (index.get_keys(layer), index.get_scales(layer)) for layer in index.layer_ids}
+            of_index = HostPool.of(
+                {layer: [_row(view, 2) for view in own] for layer, own in each.items()}, pages, page, layout
+            )
         if states is not None:
             pool = states.pool
-            views = {each.layer_id: (pool.conv(each.layer_id), pool.temporal(each.layer_id)) for each in pool.layers}
-            rows = {layer: [(view.shape[1:], view.dtype) for view in each] for layer, each in views.items()}
+            each = {one.layer_id: (pool.conv(one.layer_id), pool.temporal(one.layer_id)) for one in pool.layers}
+            rows = {layer: [_row(view, 1) for view in own] for layer, own in each.items()}
             of_states = HostPool.of(rows, self._states, 1, layout)
         return HostMemory(tuple(keys), of_index, of_states)
 
@@ -267,7 +268,9 @@ class Offloader(Mover):
         with past_modes():
             expected = [self._expected(index, of) for index, of in enumerate(self._of)]
         with blame("offload", step.label):
-            events = [backend.offload(each) for each in self._transfers(self._of, "old", rng.permutation(step.bs))]
+            events = [
+                backend.offload(each) for each in self._transfers(self._of, "old", rng.permutation(step.bs).tolist())
+            ]
             _wait_for(events)
             self._overwrite("back_from")
             _host_waits_for(events)
@@ -368,10 +371,12 @@ class Offloader(Mover):
         scratch = rest + of.free + list(range(self._page if paged else 1))
         on_device = (of.all("new"), of.back("new"), of.back("old"), *pages, rest, scratch, of.free)
         together = upload(_indices([slot for each in on_device for slot in each]), self._context.device)
+        names = "new", "back_to", "back_from", "pages_to", "pages_from", "rest", "scratch", "free"
+        split = together.tensor_split(np.cumsum([len(each) for each in on_device])[:-1].tolist())
         of.at = _Places(
-            *together.split([len(each) for each in on_device]),
-            _indices(of.all("host")),
-            _indices([slot for page in of.rest for slot in page.host]),
+            **dict(zip(names, split, strict=True)),
+            host=_indices(of.all("host")),
+            host_rest=_indices([slot for page in of.rest for slot in page.host]),
         )
 
     def _has_pages(self, index: int) -> bool:
@@ -450,8 +455,8 @@ class Offloader(Mover):
             found[len(self._groups)] = found[0]
         if self._context.state is not None and not (leaves_after and schedule.case.mode not in _KEEPS_STATE):
             self._plan_states(found[-1], step, rng, leaves_after=leaves_after)
-        for index, each in enumerate(found):
-            self._index(each, paged=self._has_pages(index))
+        for index, one in enumerate(found):
+            self._index(one, paged=self._has_pages(index))
         return found
 
     def _plan_states(self, of: _Of, step: Step, rng: np.random.Generator, *, leaves_after: bool) -> None:
@@ -484,8 +489,8 @@ class Offloader(Mover):
                 break
         if self._context.index_pool is not None:
             found[len(self._groups)] = found[0]
-        for each in found:
-            self._index(each, paged=True)
+        for one in found:
+            self._index(one, paged=True)
         return found
 
 
@@ -500,6 +505,11 @@ class _HeldIn:
     def __call__(self, like: Table, held: torch.Tensor) -> Place:
         sources = ((table, -1, self.tokens, table.every(self.before).cpu()) for table in self.tables)
         return found_in(sources, like, held.cpu())
+
+
+def _row(view: torch.Tensor, counting: int) -> tuple[Sequence[int], torch.dtype]:
+    """Shape and dtype of a row. ``counting``: dimensions that count slots."""
+    return tuple(view.shape[counting:]), view.dtype
 
 
 def _has_state(request: Request, *, leaves_after: bool) -> bool:

@@ -62,8 +62,11 @@ class EventIsRecordedBeforeTheCopies(OffloadParent):
 class StateIsUsedAfterItsFirstLayer(OffloadStates):
     """The event that is given to the server is that of the first layer, and a state has all layers."""
 
+    first: torch.cuda.Event | None = None
+
     def layer_is_back(self, layer_id: int | None, transfer: Transfer) -> None:
-        self.first = getattr(self, "first", None) or transfer.stream.record_event()
+        if self.first is None:
+            self.first = transfer.stream.record_event()
 
     def reload(self, transfer: Transfer) -> torch.cuda.Event | None:
         self.first = None
