@@ -229,8 +229,8 @@ class AttentionBackend(ABC):
 
         Work on the current stream before the call may still read or write the slots, so copies come after it. Returns
         an event, as ``offload`` does. With ``Offloads.by_layer`` the server does not wait for it: the rows of a layer
-        are back before its ``forward`` stores or reads rows, and all before a plan for a replay returns. A copy of the
-        host's memory must not remain in use: the server reuses it after the event.
+        are back before its ``forward`` stores or reads rows, and all before a plan for a replay returns. Nothing
+        reads the host's memory after the event: the server uses it again.
         """
         raise NotImplementedError(f"{type(self).__name__} declares offloads but does not define reload")
 
