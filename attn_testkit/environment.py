@@ -153,6 +153,19 @@ def _nothing() -> None:
     pass
 
 
+def delay(stream: torch.cuda.Stream) -> None:
+    """Keep a stream busy for some milliseconds, so that work which does not wait for it comes first. The emulation
+    compares the order of streams without that.
+    """
+    if not is_active():
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+_CYCLES = 10_000_000
+"""Clock cycles, about 5 ms."""
+
+
 def side_stream() -> torch.cuda.Stream:
     """A side stream of the kit, which is ordered correctly: the emulation need not search for races because of it."""
     if is_active():

@@ -96,6 +96,7 @@ def _ran(
         _poison_heap(harness, len(batch.input_ids))
         if ahead is not None:
             torch.cuda.synchronize()
+        harness.begin_to_move(staged)
         done_ahead = keep_device_busy(ahead is not None)
     with clock.phase("eager"), harness.memory.peak("eager"):
         declared = harness.capabilities
@@ -107,6 +108,7 @@ def _ran(
         run = partial(forward, harness, driver, batch, case, not step.stored, between, step.other_strides, pieces)
         with server_writes():
             trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
+        harness.move_in_flight(staged)
         if ahead is not None:
             # A server commits the states of a draft before it plans the next step.
             commit_states(harness, staged, batch.state, step.bs)

@@ -18,8 +18,8 @@ class RunError(Exception):
         super().__init__(phase)
         self.phase = phase
         """Phase: ``constructor``, ``KV pool``, ``plan``, ``forward``, ``graph state``, ``plan for capture``,
-        ``warm-up``, ``capture``, ``receive``, ``plan for replay``, ``replay``, ``read back``, ``verify mask``,
-        ``fill value`` or ``kernels``."""
+        ``warm-up``, ``capture``, ``receive``, ``offload``, ``reload``, ``plan for replay``, ``replay``,
+        ``read back``, ``verify mask``, ``fill value`` or ``kernels``."""
         self.label = label
         """The step or bucket in words; empty if there is none."""
 

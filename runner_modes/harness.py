@@ -50,11 +50,13 @@ from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
-from .handing_over import Receiver, Wrong
+from .handing_over import Receiver
 from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
 from .memories import memories_of
 from .memory_use import MemoryUse
+from .moved_rows import Mover, Wrong
+from .offloading import Offloader
 from .pieces import Pieces
 from .pool_address import allocate_for
 from .ranks import Ranks
@@ -85,7 +87,7 @@ class StagedStep:
     """Rows of the model's table, [T] int64, host; None if they are in sequence."""
 
     wrong: Wrong = field(default_factory=list)
-    """Places of memory that another instance handed over and that are not as it has them."""
+    """Places of memory that was moved before the step and is wrong."""
 
     @property
     def ids(self) -> torch.Tensor:
@@ -291,7 +293,7 @@ class ServerHarness:
             scratch(memory)  # padded rows may all be stored there
         strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
-        self._receiver = Receiver(self.context, schedules) if self.case.handed else None
+        self._mover = self._mover_of(schedules)
         self.memory = MemoryUse()
         with self.memory.kept("persistent"), no_mode_left():
             self.backend = self._backend(backend_class)
@@ -383,6 +385,8 @@ class ServerHarness:
 
         ``pattern``: numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``).
         """
+        # A step that is continued is not observed before.
+        wrong = self._mover.settle() if self._mover else []
         with past_modes():
             data = make_data(schedule, step, pattern)
             given = data
@@ -415,12 +419,31 @@ class ServerHarness:
         if self.index and schedule.case.indexer:
             self.index.load(schedule, step)
         self._load_encoder(data)
-        wrong: Wrong = []
-        if self._receiver and step.follows is None:
-            with blame("receive", step.label):
-                wrong = self._receiver.hand_over(self.backend, schedule, step, self.in_groups)
+        if self._mover and step.follows is None:
+            wrong += self._mover.move(self.backend, schedule, step, self.in_groups)
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows, wrong=wrong)
+
+    def _mover_of(self, schedules: Sequence[Schedule]) -> Mover | None:
+        if self.case.handed:
+            return Receiver(self.context, schedules)
+        offloads = self.capabilities.offloads
+        return Offloader(self.context, schedules, offloads) if self.case.offload and offloads else None
+
+    def begin_to_move(self, staged: StagedStep) -> None:
+        """Let the backend begin to move memory for which only the step waits, right before the step is planned. Raises
+        ``RunError``."""
+        if self._mover:
+            self._mover.begin(self.backend, staged.step)
+
+    def move_in_flight(self, staged: StagedStep) -> None:
+        """Let the backend move memory while a step is in flight, if the case has that. Raises ``RunError``."""
+        if self._mover:
+            self._mover.in_flight(self.backend, staged.schedule, staged.step, self.in_groups)
+
+    def wrong_in(self, staged: StagedStep) -> Wrong:
+        """Places of moved memory that are wrong, before the step that is done and during it."""
+        return [*staged.wrong, *(self._mover.settle() if self._mover else ())]
 
     def _load_encoder(self, data: StepData) -> None:
         """Give the model k and v of the encoder tokens that cross-attention layers store in the step."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, RanBefore, copies_from
-from attn_testkit.checks.received import as_numbers
+from attn_testkit.checks.places import as_numbers
 from attn_testkit.contract import ForwardMode
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
@@ -101,6 +101,7 @@ def observe(
 
     ``given``: inputs that the step may not write.
     """
+    misplaced = harness.wrong_in(staged)
     looks = [
         each.watch.look(staged.slots, slots, len(slots))
         for each, slots in zip(harness.memories, staged.due_on_device, strict=True)
@@ -137,10 +138,10 @@ def observe(
         pieces += memory.pieces(due, [next(found) for _ in look])
     if harness.index and index:
         pieces += harness.index.changes(next(found))
-    if staged.wrong:
-        wrong = as_numbers(staged.wrong)
+    if misplaced:
+        wrong = as_numbers(misplaced)
         raw = wrong.reshape(-1).view(torch.uint8).numpy()
-        pieces.append(Piece("received", "wrong", wrong.dtype, tuple(wrong.shape), raw))
+        pieces.append(Piece("moved", "wrong", wrong.dtype, tuple(wrong.shape), raw))
     damaged = canaries.damaged(next(found)) if canaries is not None and state else ()
     observed = Observation(
         staged.schedule,

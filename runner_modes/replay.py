@@ -110,6 +110,7 @@ def _replayed(
         torch.cuda.synchronize()
         ahead = next_of(staged, options.pattern) if plans_ahead(staged) else None
         server_writes = table_writes(harness, staged)
+        harness.begin_to_move(staged)
         done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs.cpu_seq_lens
     with clock.phase("replay"):
@@ -129,6 +130,7 @@ def _replayed(
             between()
         with at_once(), server_writes(), blame("replay", label):
             harness.replay_graph(bucket.captured.graph)
+        harness.move_in_flight(staged)
         if between is not None:
             between()
         state = captured_states(harness.context, graphs.static, staged.schedule.case.mode, step.bucket)

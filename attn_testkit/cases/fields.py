@@ -105,6 +105,9 @@ class Fields:
     handed: str = ""
     """The instance from which the requests of a step come, as ``2to4p16hnd``: 2 tensor-parallel ranks hand over to one
     of 4, from pages of 16 slots in the layout ``hnd`` (``features/handed.py``). Empty: they have been here before."""
+    offload: str = ""
+    """Layout of the host memory to which requests leave before a step, and from which they come back
+    (``contract/offloading.py``). Empty: they stay on the device."""
     multi_mode: bool = False
     """True if graph runs of all declared modes share one backend instance and are interleaved."""
     variants: frozenset[str] = frozenset()

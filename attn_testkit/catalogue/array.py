@@ -22,6 +22,7 @@ from ..cases.declared import within_declared
 from ..cases.features.feature import Columns, Row, Without
 from ..cases.features.handed import HANDED_FROM
 from ..cases.features.head_dim import WIDER_KEYS
+from ..cases.features.offload import OFFLOADED_TO
 from ..cases.features.row_ranks import DEALT
 from ..cases.features.server_variant import VARIANTS
 from ..cases.features.table import FEATURES
@@ -43,7 +44,7 @@ _COLUMNS: Sequence[Columns] = [
     WIDER_KEYS,
     SIZES,
 ]
-_OF_STATES: Sequence[Columns] = [STATES, DEALT, HANDED_FROM, VARIANTS, SIZES]
+_OF_STATES: Sequence[Columns] = [STATES, DEALT, HANDED_FROM, OFFLOADED_TO, VARIANTS, SIZES]
 """Columns for layers that keep a state: their lengths and data are others."""
 _ALL = [*_COLUMNS, STATES]
 _MEETS: Mapping[str, Sequence[str]] = {name: others for each in _ALL for name, others in each.meets.items()}

@@ -24,7 +24,7 @@ from ..steps.schedule import Schedule, Step
 Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside",
-                "selected", "index", "padding", "received"]  # fmt: skip
+                "selected", "index", "padding", "moved"]  # fmt: skip
 RanBefore = Literal["", "steps", "graphs", "instances", "modes", "widths"]
 """Work that ran before an eager run, on its instance or on a co-resident one: nothing, other steps, graphs, another
 instance, steps of other modes, batches of other widths."""

@@ -2,93 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
-
-import torch
-
 from ..cases.features.handed import handed_of
 from ..contract import heads_of_rank
 from ..contract.state_kind import STATE_KINDS
 from ..results.finding import Finding
 from .evaluation import Evaluation
 from .observation import Observation
-
-_WHATS = (
-    "K", "V", "scales of K", "scales of V", "index keys", "index scales", "window", "state",
-    "the sender's memory", "memory between slots", "nothing", "unknown",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Place:
-    """A head of a row in a pool. -1: it does not apply."""
-
-    what: int
-    """Number among ``_WHATS``."""
-    layer: int = -1
-    """Id of the layer."""
-    rank: int = -1
-    """Rank of the sender; -1 in the receiver's pools."""
-    request: int = -1
-    """Request of the step; -1 for a slot of no such request."""
-    token: int = -1
-    """Token of the request, or the slot. Of a state the tokens that it includes."""
-    part: int = -1
-    """Number of the part of a row: in a window of q, k and v."""
-    head: int = -1
-    """Head in its part."""
-    count: int = -1
-    """Rows of this layer that are wrong."""
-    held: Place | None = None
-    """Place in the sender's memory with the numbers that are here."""
-
-    @classmethod
-    def of(cls, what: str, **more: Any) -> Self:
-        """A place, by words."""
-        return cls(_WHATS.index(what), **more)
-
-    def holding(self, held: Place) -> Place:
-        """The place, with the place from which its numbers are."""
-        return replace(self, held=held)
-
-    @property
-    def words(self) -> str:
-        """Name of the kind of row."""
-        return _WHATS[self.what]
-
-
-_NUMBERS = [each.name for each in fields(Place) if each.name != "held"]
-
-
-def as_numbers(wrong: Sequence[Place]) -> torch.Tensor:
-    """[n, 2, numbers] int64: places, each with the one that it holds."""
-    pairs = ((each, each.held or Place.of("nothing")) for each in wrong)
-    rows = [[getattr(one, name) for name in _NUMBERS] for pair in pairs for one in pair]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2, len(_NUMBERS))
-
-
-def _places(observed: Observation) -> list[Place]:
-    found = observed.copies.group("received").get("wrong")
-    if found is None:
-        return []
-    return [Place(*own).holding(Place(*held)) for own, held in found.tolist()]
+from .places import Place, others_in, places_of
 
 
 def received_as_sent(observed: Observation) -> list[Finding]:
     """Check that the memory of requests that were handed over holds the sender's bits, and that no other changed."""
-    places = _places(observed)
+    places = places_of(observed)
     if not places:
         return []
     first = places[0]
-    others = [f"{each.count} rows of {each.words} of layer {each.layer}" for each in places if each.count > 0]
     return [
         Finding(
             "received-as-sent",
             _headline(first),
             where=_where(observed, first),
-            spread=f"wrong: {', '.join(others)}" if others else "",
+            spread=others_in(places),
             hint=_hint(observed, first),
             step=observed.label,
         )
@@ -108,21 +42,7 @@ def _headline(place: Place) -> str:
 def _where(observed: Observation, place: Place) -> str:
     if place.layer < 0:
         return ""
-    return f"{_row(place)}, head {place.head} of this rank" + _part(observed, place)
-
-
-def _row(place: Place) -> str:
-    if place.request < 0:
-        return f"{place.words} of layer {place.layer}, slot {place.token}"
-    if place.words in ("window", "state"):
-        return f"{place.words} of layer {place.layer}, request {place.request}"
-    return f"{place.words} of layer {place.layer}, token {place.token} of request {place.request}"
-
-
-def _part(observed: Observation, place: Place) -> str:
-    if place.words != "window":
-        return ""
-    return f" in the channels of {STATE_KINDS[observed.schedule.case.heads.family].parts[place.part]}"
+    return f"{place.row}, head {place.head} of this rank" + place.in_channels(observed)
 
 
 def _hint(observed: Observation, place: Place) -> str:
@@ -146,7 +66,9 @@ def _hint(observed: Observation, place: Place) -> str:
         )
     if not reasons:
         reasons.append(_of_heads(observed, place, held))
-    return f"it holds {_row(held)}, head {held.head}{_part(observed, held)} of rank {held.rank}: {'; '.join(reasons)}"
+    return (
+        f"it holds {held.row}, head {held.head}{held.in_channels(observed)} of rank {held.rank}: {'; '.join(reasons)}"
+    )
 
 
 def _of_heads(observed: Observation, place: Place, held: Place) -> str:

@@ -24,6 +24,7 @@ from .layer import AttentionLayer, HeadShape
 from .layer_options import LayerOptions
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
+from .offloading import HOST_LAYOUTS, HostMemory, HostPool, Moved, Offloads, Transfer
 from .precision import DTYPES, FP8_PRODUCTS, Precision
 from .prefill_ranks import PrefillRanks
 from .promises import Needs, Promises
@@ -46,6 +47,7 @@ __all__ = [
     "ENCODER_SLOTS",
     "FAMILIES",
     "FP8_PRODUCTS",
+    "HOST_LAYOUTS",
     "INDEX_PAGE",
     "INDEX_SCALES",
     "INDEX_SPACES",
@@ -77,6 +79,8 @@ __all__ = [
     "HandedRequest",
     "HeadShape",
     "HeadShapes",
+    "HostMemory",
+    "HostPool",
     "IndexPool",
     "Indexer",
     "KVGroup",
@@ -90,7 +94,9 @@ __all__ = [
     "LayerOptions",
     "LegacyGraphHooks",
     "LogSumExp",
+    "Moved",
     "Needs",
+    "Offloads",
     "PackedRows",
     "Precision",
     "PrefillRanks",
@@ -111,6 +117,7 @@ __all__ = [
     "StateInput",
     "StateLayer",
     "StatePool",
+    "Transfer",
     "TreeMaskMode",
     "Unsupported",
     "VerifyInput",

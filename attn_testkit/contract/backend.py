@@ -16,6 +16,7 @@ from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_split import KVSplit
 from .layer import AttentionLayer
 from .modes import ForwardMode
+from .offloading import Transfer
 
 __all__ = ["AttentionBackend", "LegacyGraphHooks", "refuse_undeclared"]
 
@@ -214,6 +215,26 @@ class AttentionBackend(ABC):
         ``HandedRequest`` and page 0 may change, and nothing of the sender's.
         """
         raise NotImplementedError(f"{type(self).__name__} declares receives but does not define receive")
+
+    def offload(self, transfer: Transfer) -> torch.cuda.Event | None:
+        """Copy rows of device slots to the host slots of a transfer, in every layer. Bytes are copied as they are.
+
+        Called if ``capabilities.offloads`` is declared, never under capture, and also while a graph is in flight: rows
+        that work on the current stream stores before the call are copied. Returns an event after the last copy, for
+        which the server waits before it uses the device slots for other requests or reads the host slots; None if the
+        copies are done, or on the current stream.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares offloads but does not define offload")
+
+    def reload(self, transfer: Transfer) -> torch.cuda.Event | None:
+        """Copy rows of host slots to the device slots of a transfer: any slots, for any of the pages that left.
+
+        Work on the current stream before the call may still read or write the slots, so copies come after it. Returns
+        an event, as ``offload`` does. With ``Offloads.by_layer`` the server does not wait for it: the rows of a layer
+        are back before its ``forward`` stores or reads rows, and all before a plan for a replay returns. Nothing
+        reads the host's memory after the event: the server uses it again.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares offloads but does not define reload")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare one eager step."""

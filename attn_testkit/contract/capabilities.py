@@ -17,6 +17,7 @@ from .kv_pools import KVPools
 from .layer_options import LayerOptions
 from .merging import LogSumExp, refused_splits
 from .modes import Execution, ForwardMode
+from .offloading import Offloads
 from .precision import Precision
 from .prefill_ranks import PrefillRanks, refused_rows
 from .promises import Needs, Promises
@@ -96,6 +97,9 @@ class Capabilities(Declared):
     receives: Receives | None = None
     """Instances from which the backend receives the memory of requests, such as prefill servers
     (``AttentionBackend.receive``). None: its requests have all their tokens here."""
+    offloads: Offloads | None = None
+    """Memory of requests that the backend moves to the host and back (``AttentionBackend.offload`` and ``reload``).
+    None: memory of requests does not leave."""
     needs: Needs = field(default_factory=Needs)
     """Needs of the backend. A backend that needs less can do more."""
     requires: Requires = field(default_factory=Requires)
@@ -112,6 +116,11 @@ class Capabilities(Declared):
         if not isinstance(self.receives, Receives | None):
             raise ValueError(
                 f"Capabilities.receives must be a Receives, got {self.receives!r}; write Receives(page_sizes={{16}})"
+            )
+        if not isinstance(self.offloads, Offloads | None):
+            raise ValueError(
+                f"Capabilities.offloads must be an Offloads, got {self.offloads!r}; write "
+                "Offloads(host_layouts={'layer_first'})"
             )
         self._check_prefill_ranks()
         self._check_row_formats()

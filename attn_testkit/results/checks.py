@@ -90,7 +90,7 @@ _TABLE = (
         "`attended` shows which KV tokens a wrong row attended to and which it should have. If they are the right "
         "ones, look at scale, soft cap, sinks and the mapping of heads.",
         evaluated_from=Stage.OBSERVED,
-        place=12,
+        place=13,
         role="outputs",
     ),
     Check(
@@ -100,7 +100,7 @@ _TABLE = (
         "flashinfer #4401; sglang #26521",
         "The NaN was computed, not read: an empty sum, or memory that was never written. The hint says which.",
         evaluated_from=Stage.OBSERVED,
-        place=11,
+        place=12,
         role="outputs",
     ),
     Check(
@@ -110,7 +110,7 @@ _TABLE = (
         "lmdeploy #788; flashinfer #639",
         "The place in `where` still holds the poison: a grid that is too small, or an early exit.",
         evaluated_from=Stage.OBSERVED,
-        place=10,
+        place=11,
         role="outputs",
     ),
     Check(
@@ -123,7 +123,7 @@ _TABLE = (
         "thousands changes a result by less than a rounding. Here values are codes of +1 and -1 that nearly cancel, "
         "and their product with the error shows how often each token was counted.",
         evaluated_from=Stage.OBSERVED,
-        place=13,
+        place=14,
         role="outputs",
         behind_outputs=True,
     ),
@@ -137,7 +137,7 @@ _TABLE = (
         "`where` gives the value in natural units. The hint compares it with log-sum-exps of usual mistakes: "
         "another base, no sink or two, no scale, only the maximum.",
         evaluated_from=Stage.OBSERVED,
-        place=9,
+        place=10,
     ),
     Check(
         "mode-outputs",
@@ -147,7 +147,7 @@ _TABLE = (
         "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, tensors of "
         "the batch, buffers that a later layer shares.",
         evaluated_from=Stage.OBSERVED,
-        place=17,
+        place=18,
         behind_outputs=True,
     ),
     Check(
@@ -172,7 +172,7 @@ _TABLE = (
         "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
         "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
         evaluated_from=Stage.OBSERVED,
-        place=5,
+        place=6,
     ),
     Check(
         "received-as-sent",
@@ -186,13 +186,24 @@ _TABLE = (
         place=1,
     ),
     Check(
+        "reloaded-as-left",
+        "Memory that leaves to the host is there bit for bit, and comes back so. No other memory changes.",
+        "Copies that do not wait for the work that stores rows, strides of another host layout, pages counted as "
+        "tokens, scales or index keys that are left behind.",
+        "sglang #8915, #38217; vLLM #31341",
+        "`where` names the first wrong row, and `hint` says which row is there. The kit then puts the right rows in "
+        "place. If only outputs are wrong, a forward did not wait for the rows of its layer.",
+        evaluated_from=Stage.OBSERVED,
+        place=2,
+    ),
+    Check(
         "inputs-unchanged",
         "q, k, v, the batch's tensors, the request table and the memory around `out=` are not modified.",
         "In-place scaling or rotation of q, advancing seq_lens in place, a padded batch or a whole tile written back.",
         "sglang #23037",
         "`where` lists the tensors that changed.",
         evaluated_from=Stage.OBSERVED,
-        place=19,
+        place=20,
     ),
     Check(
         "memory-bounded",
@@ -227,7 +238,7 @@ _TABLE = (
         "The headline names the slot. Slot 0 points to padding; any other slot to a batch position or a table row "
         "that was used as a slot.",
         evaluated_from=Stage.OBSERVED,
-        place=2,
+        place=3,
     ),
     Check(
         "verify-keeps-state",
@@ -236,7 +247,7 @@ _TABLE = (
         "mlx-swift-lm #218; Avarok atlas #604",
         "States after draft nodes belong in pool.scratch. The headline names the request.",
         evaluated_from=Stage.OBSERVED,
-        place=3,
+        place=4,
     ),
     Check(
         "conv-window-exact",
@@ -246,7 +257,7 @@ _TABLE = (
         "vLLM #56196, #40738; mlx-swift-lm #218",
         "Windows are copies of inputs. `where` names the column; short requests keep columns of the window before.",
         evaluated_from=Stage.OBSERVED,
-        place=15,
+        place=16,
     ),
     Check(
         "state-matches-oracle",
@@ -255,7 +266,7 @@ _TABLE = (
         "sglang #29368; vLLM-2080Ti-Definitive #93",
         "If outputs are right and the state is not, look at what is stored. The hint names states of others.",
         evaluated_from=Stage.OBSERVED,
-        place=14,
+        place=15,
         behind_outputs=True,
     ),
     Check(
@@ -265,7 +276,7 @@ _TABLE = (
         "sglang #26351; vLLM #49918",
         "The headline names the token: values of tokens are columns of the state, so nothing is hidden by decay.",
         evaluated_from=Stage.OBSERVED,
-        place=4,
+        place=5,
     ),
     Check(
         "state-rounding",
@@ -284,7 +295,7 @@ _TABLE = (
         "ROCm/ATOM #1466; 1Cat-vLLM #250; sglang #31218",
         "`where` names layer, token, slot and page. Compare your strides with `IndexPool`: 64 keys, then 64 scales.",
         evaluated_from=Stage.OBSERVED,
-        place=6,
+        place=7,
         role="selection",
     ),
     Check(
@@ -294,7 +305,7 @@ _TABLE = (
         "DeepSeek-v4-Flash-DGX-Spark #2; vLLM #51538; flashinfer #5015",
         "`where` names layer, request, row and column. If only replays are wrong, look at lengths that a plan keeps.",
         evaluated_from=Stage.OBSERVED,
-        place=7,
+        place=8,
         role="selection",
     ),
     Check(
@@ -305,7 +316,7 @@ _TABLE = (
         "The headline names a key that is selected and a better one that is not. Short contexts cannot show it: there "
         "all keys are selected.",
         evaluated_from=Stage.OBSERVED,
-        place=8,
+        place=9,
         role="selection",
     ),
     Check(
@@ -317,7 +328,7 @@ _TABLE = (
         "kernel choice, a "
         "rounding.",
         evaluated_from=Stage.COMPLETED,
-        place=16,
+        place=17,
         behind_outputs=True,
         against_eager=True,
     ),
@@ -351,7 +362,7 @@ _TABLE = (
         "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it once and "
         "fill it in place.",
         evaluated_from=Stage.REPLAYED,
-        place=20,
+        place=21,
         role="cause",
     ),
     Check(
@@ -371,7 +382,7 @@ _TABLE = (
         "vLLM #57094",
         "Live rows are right. A server that quantizes all rows with one scale spreads the NaN to every request.",
         evaluated_from=Stage.REPLAYED,
-        place=18,
+        place=19,
         behind_outputs=True,
     ),
     Check(

@@ -101,7 +101,14 @@ def test_every_finding_names_its_step() -> None:
     found = [finding for each in evaluated for finding in evaluate_step(each, SCHEDULE, exact)]
     # Cases with parts, codes, states and indexers have tests of their own: test_log_sum_exp.py, test_key_counts.py,
     # test_states_by_hand.py; padded rows have one in test_memory_limits.py.
-    elsewhere = {"log-sum-exp", "keys-counted-once", "padding-finite", "received-as-sent", *BEFORE_OUTPUTS} | OF_STATES
+    elsewhere = {
+        "log-sum-exp",
+        "keys-counted-once",
+        "padding-finite",
+        "received-as-sent",
+        "reloaded-as-left",
+        *BEFORE_OUTPUTS,
+    } | OF_STATES
     assert {finding.check for finding in found} == {check.id for check in IN_A_STEP} - elsewhere, (
         "each is asked for once at least"
     )

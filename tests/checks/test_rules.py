@@ -54,8 +54,8 @@ def test_each_refusal_and_each_promise_belongs_to_a_rule() -> None:
     refused = {name for rule in RULES if rule.id.startswith("AB-REFUSE") for name in rule.declared}
     entries = {field.name for field in fields(Capabilities)}
     assert {name.partition(".")[0] for name in named} <= entries
-    # A constructor sees no sender of memory.
-    assert entries - refused == {"promises", "receives", "needs", "requires", "mode_requires"}
+    # A constructor sees no sender of memory, and no transfer to the host.
+    assert entries - refused == {"promises", "receives", "offloads", "needs", "requires", "mode_requires"}
     promised = {
         f"{entry}.{field.name}"
         for entry, record in (("promises", Promises), ("needs", Needs), ("server", ServerConventions))

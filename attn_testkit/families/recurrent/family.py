@@ -121,7 +121,8 @@ RECURRENT = Family(
     name="recurrent",
     features=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "data", "state",
-         "layers", "row ranks", "handed memory", "padded requests", "padding", "multi_mode", "variants", "seed", "loop"}
+         "layers", "row ranks", "handed memory", "offloading", "padded requests", "padding", "multi_mode", "variants",
+         "seed", "loop"}
     ),
     layers=layers,
     data=make_state_data,
