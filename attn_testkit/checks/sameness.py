@@ -1,4 +1,7 @@
-"""Checks of bits and of selected keys: the same batch again, and the same request with other requests in the batch."""
+"""Checks of bits and of selected keys: the same batch again, and the same request with other requests in the batch.
+
+Bits are those of outputs, and of the states and windows that a step leaves: nothing reads these before the next step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import numpy as np
 import torch
 
 from ..contract import Execution
+from ..families.by_layer import make_data
+from ..families.recurrent.data import states_in
+from ..families.recurrent.memory import from_rows
 from ..results.finding import Finding
 from ..steps.last_rows import has_last_rows
 from .comparison import BITS
@@ -36,6 +42,34 @@ def _other_keys(first: Observation, second: Observation, rows: slice = _ALL, own
     return ""
 
 
+def _other_states(first: Observation, second: Observation, request: int | None = None, own: int = 0) -> str:
+    """The first layer in which ``request`` of ``first`` and ``own`` of ``second``, which are the same request, leave
+    other bits, and the number of them; empty if there is none. None: all requests of the same step.
+    """
+    a, b = _left(first, request), _left(second, None if request is None else own)
+    for layer in range(len(a[0]) if a and b else 0):
+        count = sum(_differs(x[layer], y[layer]) for x, y in zip(a, b, strict=True) if x.shape == y.shape)
+        if count:
+            name = first.schedule.case.layers.name(first.schedule.case.places("recurrent")[layer])
+            return f"{name}: {count} numbers of the states and windows differ"
+    return ""
+
+
+def _left(observed: Observation, request: int | None) -> tuple[torch.Tensor, ...]:
+    """Windows and states [L, n, ...] that a step leaves in the slots of one request, or of all requests. Empty if there
+    are none, or if a slot was not written.
+    """
+    # Inputs of an observation exist only while its step is evaluated.
+    data = states_in(make_data(observed.schedule, observed.step)) if observed.schedule.case.state else None
+    if data is None:
+        return ()
+    changed, held = observed.of_family("recurrent").written
+    slots = torch.tensor([end.slot for end in data.ends if request in (None, end.request)], dtype=torch.int64)
+    if not len(slots) or not bool(torch.isin(slots, changed).all()):
+        return ()
+    return from_rows(held[:, 0, torch.searchsorted(changed, slots), 0], data)
+
+
 def repeatable(first: Observation, second: Observation) -> list[Finding]:
     """Check that two runs of one step agree: in the keys that each row selects, and in every bit of every layer."""
     if where := _other_keys(first, second):
@@ -59,6 +93,16 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
                     hint="probably atomics, a split count that varies, or a counter that the first run left dirty",
                 )
             ]
+    if where := _other_states(first, second):
+        return [
+            Finding(
+                "repeatable",
+                "the same batch left other bits in its states the second time, although determinism is declared",
+                where=where,
+                hint="the outputs are the same, so look at what is stored after the last row: atomics, or partial sums "
+                "that are added in the order of arrival",
+            )
+        ]
     return []
 
 
@@ -69,7 +113,7 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
     assert few.step.part_of is not None
     starts = np.cumsum([0, *(request.new for request in together.step.requests)])
     row = 0
-    for index, request in zip(few.step.part_of[1], few.step.requests, strict=True):
+    for place, (index, request) in enumerate(zip(few.step.part_of[1], few.step.requests, strict=True)):
         rows, own = slice(starts[index], starts[index] + request.new), slice(row, row + request.new)
         row += request.new
         company = "by itself" if few.step.bs == 1 else f"in a batch of {few.step.bs}"
@@ -93,6 +137,15 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
                         hint="probably a kernel, tile size or split count that depends on the rest of the batch",
                     )
                 ]
+        if where := _other_states(together, few, index, place):
+            return [
+                Finding(
+                    "batch-invariant",
+                    f"request {index} leaves other bits in its state {company} than in a batch of {together.step.bs}",
+                    where=where,
+                    hint="the outputs are the same, so look at what is stored after the last row",
+                )
+            ]
     return []
 
 

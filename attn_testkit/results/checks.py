@@ -462,7 +462,7 @@ _TABLE = (
     ),
     Check(
         "repeatable",
-        "If declared: the same batch gives the same bits each time, and an indexer selects the same keys.",
+        "If declared: the same batch gives the same bits each time, in outputs and states, and selects the same keys.",
         "Atomic adds, a split count that depends on timing, a counter that is not reset, ties broken by arrival.",
         "flash-attention 1a58058a; sglang #26412; aiter #4376",
         "The same step ran twice on one instance: look for dirty counters, atomics, memory that is not cleared.",
@@ -470,7 +470,7 @@ _TABLE = (
     ),
     Check(
         "batch-invariant",
-        "If declared: a request gives the same bits, and selects the same keys, whatever else is in the batch.",
+        "If declared: a request gives the same bits, in outputs and states, and selects the same keys in any batch.",
         "A split count or tile size that depends on the batch.",
         "flash-attention #2450; aiter #4378; pegainfer #623",
         "Every request ran again, one by itself and the others in twos, fours and eights: look for kernels, sizes and"

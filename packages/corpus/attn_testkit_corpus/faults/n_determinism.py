@@ -13,6 +13,7 @@ from .catalogue import fault, helper
 from .dense import DenseBackend
 from .orders import in_other_order
 from .parent import Metadata, PlannedBackend
+from .states import StateParent
 
 _EVERY_OTHER_CALL = "every other call adds backwards three numbers whose sum depends on the order"
 
@@ -137,3 +138,28 @@ class RowsInTheOrderOfTickets(DenseBackend):
         from .rows_in_turn import copied_in_turn
 
         return copied_in_turn(super().forward(q, k, v, layer, batch, save_kv_cache), own=False)
+
+
+@fault(
+    "general",
+    "repeatable",
+    "stored after the last row",
+    modes="decode extend",
+    executions="eager",
+    modelled="the first step changes the last bit of the states that it stores",
+)
+class StoredStateSumsInArrivalOrder(StateParent):
+    """Partial sums of the state that is stored are added in the order of arrival, and those of outputs are not."""
+
+    steps = 0
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        self.steps += 1
+
+    def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
+        rows = rows.to(pool.dtype)
+        if rows.dim() == 4 and self.steps == 1:
+            bits = torch.int32 if pool.dtype == torch.float32 else torch.int16
+            rows = (rows.view(bits) ^ 1).view(pool.dtype)
+        super().store(pool, rows, index)
