@@ -59,8 +59,11 @@ def _left(observed: Observation, request: int | None) -> tuple[torch.Tensor, ...
     """Windows and states [L, n, ...] that a step leaves in the slots of one request, or of all requests. Empty if there
     are none, or if a slot was not written.
     """
+    shape = observed.schedule.case.state
+    if shape is None or shape.rounding == "stochastic":
+        return ()  # rounded by other random numbers each time
     # Inputs of an observation exist only while its step is evaluated.
-    data = states_in(make_data(observed.schedule, observed.step)) if observed.schedule.case.state else None
+    data = states_in(make_data(observed.schedule, observed.step))
     if data is None:
         return ()
     changed, held = observed.of_family("recurrent").written

@@ -61,14 +61,22 @@ added."""
 
 def _with_one_number(packed: PackedRows, plane: Plane, keys: torch.Tensor, tiles: torch.Tensor, least: float) -> None:
     """Change ``tiles``, views of ``keys``, of numbers with a zero, so that their range is at least ``least``, and none
-    is near a rounding midpoint. The smallest and the largest of a tile, which are the numbers at both ends, stay."""
+    is near a rounding midpoint. The largest of a tile, which is the number at one end, stays. So does the smallest, but
+    if the zero would be an integer it is a unit closer to 0.
+    """
     low, high = tiles.amin(-1, keepdim=True), tiles.amax(-1, keepdim=True)
     small = torch.maximum(low.abs(), high.abs()) < least
-    other = torch.where(small, torch.where(low < 0, least, -least), 0.0).to(tiles.dtype)
+    other = torch.where(small, torch.where(low > 0, -least, least), -low.clamp(max=0)).to(tiles.dtype)
     tiles[..., -1:] = torch.where(high - low < least, other, tiles[..., -1:])
     scales, zeros = packed.scales_of(plane), packed.zeros_of(plane)
     assert scales is not None
     assert zeros is not None
+    # A number that equals a zero means 0. PyTorch divides by a constant on a GPU by its reciprocal: the zero may have
+    # other bits then, and their difference would be the value.
+    zero, low = packed.scales(zeros, keys)[..., None], tiles.amin(-1, keepdim=True)
+    one_less = (low.contiguous().view(torch.int16) - 1).view(tiles.dtype)
+    whole = (low < 0) & ((zero - zero.round()).abs() <= _NEAR_TIE * zero)
+    tiles.copy_(torch.where(whole & (tiles == low), one_less, tiles))
     scale, zero = (packed.scales(each, keys)[..., None] for each in (scales, zeros))
     for last in (False, False, True):
         found = packed.quotients(plane, keys)

@@ -213,6 +213,20 @@ def test_data_with_zeros_have_a_range_and_no_number_near_a_midpoint(name: str) -
     assert float((chosen != given).float().mean()) < 0.12
 
 
+@pytest.mark.parametrize("name", ["int8_zeros_per_token_head", "int4_zeros_per_token_head"])
+@pytest.mark.parametrize(("low", "high"), [(-0.625, 5.75), (0.0, 2.5), (-2.5, -2.5), (0.0, 0.0), (-1.0, 2.0)])
+def test_a_number_that_means_0_does_so_with_scales_of_reciprocals_too(name: str, low: float, high: float) -> None:
+    packed, given = packed_of(name), keys(3, 2) * 0 + high
+    given[..., 0], given[..., 1:9] = low, low if low == high else 0.0
+    numbers, scales, zeros = packed.format.planes
+    chosen = with_one_packing(packed, given)
+    codes, least = packed.quotients(numbers, chosen).round(), chosen.float().amin(-1, keepdim=True)
+    meant = codes - packed.scales(zeros, chosen)[..., None]
+    for off in (-1, 1):
+        scale = (packed.scales(scales, chosen).view(torch.int32) + off).view(torch.float32)[..., None]
+        assert torch.equal(meant == 0, codes + least[..., None] / scale == 0)
+
+
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "side-by-side-hnd", "padded-pages"])
 @pytest.mark.parametrize("name", ["int8_per_token_head", "int8_per_token_head_apart", "nvfp4"])
 def test_pools_store_rows_and_show_their_planes_in_every_layout(name: str, layout: str) -> None:
@@ -327,6 +341,7 @@ def test_mistakes_about_scales_change_what_is_attended_to_and_a_swap_of_halves_i
         assert not (
             torch.equal(misread.stored_keys, data.stored_keys)
             and torch.equal(misread.stored_values, data.stored_values)
+            and torch.equal(misread.kv_scales, data.kv_scales)
         ), text
     assert any("halves" in text for text in texts) == (name == "nvfp4")
     assert any("of the first key of a page" in text for text in texts)
