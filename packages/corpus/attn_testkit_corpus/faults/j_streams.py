@@ -95,7 +95,7 @@ class StagesLengths(PlannedBackend):
 
 @fault(
     "TensorRT-LLM #15546; rtp-llm #1192",
-    "completes matches-oracle reads-own-kv",
+    "completes finite matches-oracle reads-own-kv",
     "pinned source was written again|while the device is still busy",
     modelled="emulated CUDA compares what was copied with what is there later; on a GPU the numbers are wrong",
 )
