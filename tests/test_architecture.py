@@ -85,16 +85,22 @@ def package_of(path: Path) -> str:
 
 
 @cache
+def imports_in(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Import statements of a file."""
+    every = ast.walk(ast.parse(path.read_text()))
+    return tuple(node for node in every if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+@cache
 def imported_names(path: Path) -> set[str]:
     """Modules of the four packages that a file names in imports, at run time or for types."""
     package = module_name(path).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             names = [module] if "." in module else [f"{module}.{alias.name}" for alias in node.names]
@@ -181,10 +187,10 @@ def imported_modules(name: str, path: Path) -> set[str]:
     """
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
             parts = {f"{source}.{alias.name}" for alias in node.names}

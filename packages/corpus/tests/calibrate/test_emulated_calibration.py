@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -22,15 +23,17 @@ RACES = {"side stream: not forked, used", "side stream: event, unjoined", ".to(c
 """The GPU got away with them."""
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[Job, str]:
-    """Everything, judged here."""
+@cache
+def answers(kind: str) -> dict[Job, str]:
+    """What is judged here, of one kind of job: a process judges only the kinds of its tests."""
     verdicts = {}
     with warnings.catch_warnings(), emulated_cuda():
         warnings.simplefilter("ignore")  # of beta operations in the snippets
         for job in jobs.all_jobs():
-            with emulated_cuda():
-                verdicts[job] = jobs.run(job)
+            if job.kind == kind:
+                with emulated_cuda():
+                    verdicts[job] = jobs.run(job)
+    assert verdicts
     return verdicts
 
 
@@ -40,25 +43,23 @@ def gpu(request) -> store.Verdicts:
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_no_failure_of_the_gpu_is_missed_and_few_alarms_are_false(answers, gpu, mode):
-    result = store.compare(gpu, answers, (mode,))
+def test_no_failure_of_the_gpu_is_missed_and_few_alarms_are_false(gpu, mode):
+    result = store.compare(gpu, answers(mode), (mode,))
     assert result.compared > 450
     assert result.gpu_fails > 150
     assert not result.missed, "\n".join(map(str, result.missed))
     assert len(result.false_alarms) <= MOST_FALSE_ALARMS, "\n".join(map(str, result.false_alarms))
 
 
-def test_host_syncs_in_eager_code_agree(answers, gpu):
-    result = store.compare(gpu, answers, ("sync",))
+def test_host_syncs_in_eager_code_agree(gpu):
+    result = store.compare(gpu, answers("sync"), ("sync",))
     assert result.compared > 450
     assert not result.missed, "\n".join(map(str, result.missed))
     assert {each.job.name for each in result.false_alarms} <= RACES, "\n".join(map(str, result.false_alarms))
 
 
-def test_serving_loops_agree_step_by_step(answers, gpu):
-    for job, answer in answers.items():
-        if job.kind != "loops":
-            continue
+def test_serving_loops_agree_step_by_step(gpu):
+    for job, answer in answers("loops").items():
         truth = gpu.answers[job]
         if "Dangling" in answer:  # reported at the first step, where the GPU damages something later
             assert truth != "pass"
@@ -68,11 +69,10 @@ def test_serving_loops_agree_step_by_step(answers, gpu):
             assert answer == truth, job.name
 
 
-def test_facts_about_graphs_agree(answers, gpu):
+def test_facts_about_graphs_agree(gpu):
     stricter = {"input_resized_after_capture": ("stale", "error")}
-    for job, answer in answers.items():
-        if job.kind == "facts":
-            assert stricter.get(job.name, (answer, answer)) == (gpu.answers[job], answer), job.name
+    for job, answer in answers("facts").items():
+        assert stricter.get(job.name, (answer, answer)) == (gpu.answers[job], answer), job.name
 
 
 def test_every_measured_rule_names_a_snippet():
