@@ -222,7 +222,7 @@ TOLD = [
         "which are right",
     ),
     ("partial-last-page-dropped", LATENT, "eager", "drops a last page that is not full: no request fills one of 128"),
-    ("page-id-used-as-slot", LATENT, "eager", "such as a page id that is not multiplied by page_size (128)"),
+    ("page-id-used-as-slot", LATENT, "eager", "pages of one slot, and fails with those of 128 and of other sizes"),
     (
         "fp8-store-does-not-saturate",
         "extend-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-interleaved-saturated-kvfp8e4m3-b2prod",

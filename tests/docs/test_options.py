@@ -23,6 +23,7 @@ ELSEWHERE = {
     "--dsa-decode-backend", "--dsa-prefill-backend", "--dsv", "--enable-page-major-kv-layout",  # SGLang
     "--kv-cache-dtype", "--linear-attn-backend", "--linear-attn-decode-backend",  # SGLang
     "--page-size", "--speculative-eagle-topk",  # SGLang
+    "--enable-mamba-cache-stochastic-rounding",  # SGLang, vLLM
     "--working-dir",  # Ray
     "--split-compile",  # nvcc
 }  # fmt: skip

@@ -24,7 +24,7 @@ TEXTS = [
         # Of which head, and so how much, hangs on the rounding of the CPU: several are wrong alike.
         "% of its weight went to slots after its last key",
     ),
-    ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "none of its own KV tokens is read"),
+    ("d_kv_extent:PageIdUsedAsSlot", DECODE, "reads-own-kv", "100% of its weight went to unowned pages"),
     ("d_kv_extent:DecodeMissesItsOwnKey", DECODE, "matches-oracle", "the last KV token is missing"),
     ("d_kv_extent:NonMonotonicSlots", REVERSED, "matches-oracle", "mixed up with each other"),
     ("g_scales_and_sinks:SoftCapAfterMask", SOFT_CAP, "matches-oracle", "the soft cap probably comes after the mask"),

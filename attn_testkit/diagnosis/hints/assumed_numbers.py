@@ -116,9 +116,14 @@ def right_keys_and_a_wrong_number(e: Evidence) -> bool:
     if _some_zeros(e):
         return False
     # The effect of a missing KV token may be small compared with limits that a mistake makes wider. In an FP8 pool,
-    # tokens that seem to count twice may have another scale (sglang #18904).
-    fp8 = case.kv_dtype != "same"
-    return attended is None or attended.right or attended.weighed_otherwise or (fp8 and attended.alone)
+    # tokens that seem to count twice may have another scale (sglang #18904), unless weights are known to sum to 1.
+    rescaled = (
+        case.kv_dtype != "same"
+        and attended is not None
+        and attended.alone
+        and (attended.total is None or not attended.normalised)
+    )
+    return attended is None or attended.right or attended.weighed_otherwise or rescaled
 
 
 def _with(e: Evidence, change: Callable[[AttentionLayer], AttentionLayer]) -> tuple[AttentionLayer, ...]:

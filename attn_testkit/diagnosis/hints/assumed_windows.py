@@ -11,7 +11,7 @@ import torch
 from ...cases.features.server.table import variant_of
 from ...contract import AttentionLayer
 from ...families.softmax.attention import seen_in
-from ...steps.data import StepData, make_layers
+from ...steps.data import StepData, bytes_if_fp8, make_layers
 from .evidence import LONGEST, Evidence, Supposed
 from .hint import Level, assumption, hint
 from .values import with_a_window_alone
@@ -112,7 +112,8 @@ def _in_rings(e: Evidence, layers: tuple[AttentionLayer, ...]) -> StepData:
             if layer.sliding_window_size >= 0:
                 newest = lens - 1 - (lens - 1 - key) % (layer.sliding_window_size + 1)
                 newest = torch.where(key < lens, newest.clamp(min=0), key)
-                found[index] = stored[index].gather(1, newest[:, :, None, None].expand_as(stored[index]))
+                rows = bytes_if_fp8(stored[index])
+                bytes_if_fp8(found)[index] = rows.gather(1, newest[:, :, None, None].expand_as(rows))
         return found
 
     values = None if data.stored_values is None else overwritten(data.stored_values)

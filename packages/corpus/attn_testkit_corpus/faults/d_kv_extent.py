@@ -214,7 +214,7 @@ class PartialLastPageDropped(DenseBackend):
         return position, key, visible & (key < lens // page * page)
 
 
-@fault("general", "reads-own-kv matches-oracle", "page or slot")
+@fault("general", "reads-own-kv matches-oracle", "page id that is used as a slot")
 class PageIdUsedAsSlot(DenseBackend):
     """A key's slot is page + offset, without the multiplication by the page size."""
 

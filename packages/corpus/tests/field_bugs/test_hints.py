@@ -43,7 +43,7 @@ def test_a_log_sum_exp_without_a_hint_of_its_own_has_that_of_the_output(
         ("SpanFromFirstKey", "keys of a span are counted from the request's first token"),
         ("SpanOfPrefixIsEmpty", "rows of a span that begins in the prefix were never computed"),
         ("NumbersBeforeScales", "the NaN comes from how rows of this KV pool"),
-        ("ShortPrefillsAreFlat", ""),
+        ("ShortPrefillsAreFlat", "probably scales of rows (fp8_ds_mla_pow2) are not applied"),
         ("FirstBlockIsMasked", "entries of -1 between the selected blocks give NaN"),
         # Probes name no KV tokens with ALiBi, and a bias among rows.
         ("RingOfWindow", "a layer with a window keeps its KV tokens in a ring"),
