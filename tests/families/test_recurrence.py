@@ -12,7 +12,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data, state_layers, state_table
 from attn_testkit.families.recurrent.family import RECURRENT
-from attn_testkit.families.recurrent.recurrence import _convolved, gates_of_rows, recur
+from attn_testkit.families.recurrent.recurrence import convolved, gates_of_rows, recur
 from attn_testkit.families.table import family_of
 from attn_testkit.steps.schedule import make_schedule, only
 
@@ -322,7 +322,7 @@ def test_rounded_products_of_a_convolution_are_within_the_limit_of_who_declares_
     if layer.conv_bias is not None:
         rounded, right = (each + layer.conv_bias.double() for each in (rounded, right))
     for data in (exact, declared):
-        want, limit = _convolved(layer, 0, data)
+        want, limit = convolved(layer, 0, data)
         # The output is rounded once more in either case.
         got = torch.nn.functional.silu(rounded).to(torch.bfloat16).double()
         off.append(float(((got - want).abs() / limit).max()))
@@ -347,7 +347,7 @@ def test_activations_below_the_smallest_normal_number_of_fp16_round_by_half_a_sp
     """Their errors do not shrink with them: a state of 4e-7 was off by 3.9 limits on an H100."""
     data, flushed = data_of(_SMALL_VALUES), []
     for layer in range(3):
-        want, limit = _convolved(data.layers[layer], layer, data)
+        want, limit = convolved(data.layers[layer], layer, data)
         got, small = as_kernels_convolve(data, layer, torch.float16), want.abs() < 2.0**-14
         assert bool(((got - want).abs() <= limit).all())
         assert bool((limit[small] <= 2.0**-25 + 1e-6 * want.abs()[small] + 1e-9).all()), "no more than half a spacing"

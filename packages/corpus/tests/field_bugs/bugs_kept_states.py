@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 @bug(
     19,
     "state-spaces mamba #1027",
-    "extend-gdn4x2-d64-fp16-p16-k64-n5a5-shuffled-strong_decay-k64w2s32.null.strided-b1prod",
+    "extend-mamba4x2-d64-fp16-p16-k64-n5a5-shuffled-like_keys-k64w4s16.null-layers3from5-b1prod",
     "conv-window-exact",
 )
 class WindowOfOutputs(Moded):
@@ -50,7 +50,7 @@ class WindowOfOutputs(Moded):
 @bug(
     19,
     "xllm #1873",
-    "decode-gdn4x2-d64-fp32-p16-k1.70.9-shuffled-no_decay-k64w2sb16.null.zeroed.strided-layers3from5-b5stale",
+    "decode-gdn4x2-d64-fp32-p16-k1.70.9-shuffled-no_decay-k64w4sb16.null.zeroed.strided.snap64-layers3from5-b4prod",
     "state-matches-oracle",
 )
 class StateOfCopy(Moded):
@@ -64,7 +64,7 @@ class StateOfCopy(Moded):
 @bug(
     19,
     "ollama #15865",
-    "decode-mamba4x2-d64-fp16-p16-k0.33.0.4-shuffled-weak_decay-k64w4s32.zeroed.strided.snap64-b4nan",
+    "decode-rwkv2-d64-fp16-p16-k0.33.0.4-shuffled-weak_decay-k64w1s32.zeroed.strided.snap16-b6stale",
     "state-matches-oracle",
 )
 class StateInModelDtype(Moded):
