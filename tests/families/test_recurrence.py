@@ -35,6 +35,11 @@ def softplus(x: float) -> float:
     return x if x > 20 else math.log1p(math.exp(x))
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    # An exponential beyond the range of float64 would be a warning: values of strong_decay are beyond the range of fp16.
+    return np.exp(-np.logaddexp(0, -x))
+
+
 def by_hand(data: StateStepData, layer_index: int, request: int) -> tuple[np.ndarray, np.ndarray]:
     """Outputs [rows, Hv, V] and state [Hv, V, K] of one request: loops over tokens and heads, in numpy."""
     layer = data.layers[layer_index]
@@ -49,7 +54,7 @@ def by_hand(data: StateStepData, layer_index: int, request: int) -> tuple[np.nda
             weight = layer.conv_weight.double().numpy()
             x = sum(weight[:, tap] * inputs[len(inputs) - weight.shape[1] + tap] for tap in range(weight.shape[1]))
             x = x if layer.conv_bias is None else x + layer.conv_bias.double().numpy()
-            x = x / (1 + np.exp(-x)) if layer.activation == "silu" else x
+            x = x * sigmoid(x) if layer.activation == "silu" else x
         out = np.zeros((layer.v_heads, layer.v_dim))
         for head in range(layer.v_heads):
             group = head // (layer.v_heads // layer.k_heads)
