@@ -36,7 +36,7 @@ def softplus(x: float) -> float:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    # An exponential beyond the range of float64 would be a warning: values of strong_decay are beyond the range of fp16.
+    # Values of strong_decay are beyond the range of fp16, and the exponential of one is beyond that of float64.
     return np.exp(-np.logaddexp(0, -x))
 
 
