@@ -79,7 +79,7 @@ class StateInModelDtype(Moded):
 @bug(
     19,
     "TileOPs #1465",
-    "extend-mamba4x2-d64-bf16-p16-k0-n20a20-shuffled-strong_decay-k64w4s16.null.zeroed.strided.snap64-layers1from0-b1stale-empty_batches",
+    "extend-mamba4x2-d64-bf16-p16-k30.0.5.0-n3a2x2.3.4-shuffled-strong_decay-k64w4s32-b4prod",
     "finite",
 )
 class ExponentialIsCutOff(Moded):
@@ -127,7 +127,7 @@ class ExponentialIsCutOff(Moded):
 @bug(
     19,
     "sglang #40362",
-    "extend-gdn1x2-d128-fp16-p16-k30.0.5.0-n1a1x4-shuffled-mild_decay-k128w1s32.slot0.zeroed.kv.strided.snap16-layers3from5-b4nan",
+    "extend-gdn1x2-d128-fp16-p16-k64-n5a5-shuffled-no_decay-k128w1s32.slot0.zeroed.kv.strided-b1nan",
 )
 class BetaOfPrefillInModelDtype(Moded):
     """sglang #40362: the gating of a prefill stores ``sigmoid(b)`` in the dtype of ``b``."""
