@@ -12,6 +12,7 @@ from ..cases.features.server.table import variant_cases
 from ..contract import Capabilities, ForwardMode
 from .array import array_of
 from .cases_for_uncovered import two_request_case
+from .indexer_cases import first_selection_cases
 from .layer_cases import shaped_cases
 from .never_together import features
 
@@ -30,7 +31,8 @@ def feature_cases(declared: Capabilities, mode: ForwardMode, small: Case, cases:
     if not left:
         return
     further = array_of(declared, mode, "smoke").further_cases()
-    for each in chain(variant_cases(declared, small), further, shaped_cases(declared, [small])):
+    of_fields = chain(shaped_cases(declared, [small]), first_selection_cases(declared, small))
+    for each in chain(variant_cases(declared, small), further, of_fields):
         has = {name for name, test in left.items() if test(each)}
         if has:
             yield each

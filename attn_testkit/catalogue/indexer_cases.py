@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..cases.case import Case
+from ..cases.draft import Draft
 from ..cases.features.feature import Without
 from ..cases.features.indexer import INDEXER
 from ..cases.features.server.table import usual_page, variant_cases
 from ..cases.features.server.two_batch_overlap import is_cut
 from ..cases.indexing import NEAR, Indexing
 from ..cases.layers import PERIOD, Layers
-from ..cases.rows import Extend, room_for
+from ..cases.rows import Drafted, Extend, room_for
 from ..cases.selection import Selection
 from ..contract import Capabilities, ForwardMode
 
@@ -27,6 +28,8 @@ _LEAST = 256
 _REUSE = 4
 """Layers that use one selection in GLM-5.2 (``index_topk_freq``). Two layers do not show one that uses a selection and
 does not hand it on."""
+_STEPS = 4
+"""Tokens of a draft with three forwards: two of them use the selection of the first."""
 _MORE = 64
 """Keys that a row of the first request leaves out."""
 _KEYS_EACH = 10
@@ -37,7 +40,15 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Cases derived from ``small``, a case with little work for each row and key; none without an indexer in its
     mode."""
     sparse = declared.sparse
-    if sparse is None or sparse.indexer is None or small.mode is ForwardMode.DRAFT_DECODE:
+    if sparse is None or sparse.indexer is None:
+        return
+    if small.mode is ForwardMode.DRAFT_DECODE:
+        for each in first_selection_cases(declared, small):
+            if sparse.indexer.reuses_selections:
+                assert each.indexer is not None
+                # A model may do both: some layers use the selection of a layer before, and of a forward before.
+                each = each.with_changes(indexer=replace(each.indexer, reuse=PERIOD), layers=Layers(2 * PERIOD))
+            yield each.with_changes(sinks=declared.options.sinks)
         return
     if small.indexer is None:
         # All server variants of this mode have selections of the kit.
@@ -60,6 +71,19 @@ def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         # most of what a row selects is of these (sglang #30645).
         yield many.of_requests((_LONG if topk < _LEAST else _KEYS_EACH * topk, 70))
         yield _of_near_scores(with_indexer(declared, many, topk, NEAR))
+
+
+def first_selection_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """A draft of several forwards, of which later ones use the selection of the first, derived from ``small``; none if
+    this is not declared. With one forward a draft shows nothing of it."""
+    indexer = declared.sparse.indexer if declared.sparse else None
+    if small.mode is not ForwardMode.DRAFT_DECODE or indexer is None or "first" not in indexer.drafts:
+        return
+    case = with_indexer(declared, small.with_changes(rows=Drafted(Draft(1, _STEPS))))
+    assert case.indexer is not None
+    assert case.selection is not None
+    first = case.with_changes(indexer=replace(case.indexer, first=True, data=""))
+    yield first.of_requests((2 * case.selection.topk + 5, case.selection.topk), layout="shuffled", data="gauss")
 
 
 def _of_many_layers(case: Case) -> Case:

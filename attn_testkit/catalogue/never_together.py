@@ -18,10 +18,17 @@ from ..contract import Capabilities, ForwardMode
 from .not_covered import DECLARED_VALUES
 
 _OPTIONS = "only the kit makes selections without a key or with -1 before keys; an indexer makes neither"
+_BY_AN_INDEXER = (
+    "layers that use another layer's selection",
+    "forwards of a draft that use the selection of the first",
+)
 _RULES = (
     *exclusions(),
-    ("-1 before selected keys", "layers that use another layer's selection", _OPTIONS),
-    ("rows without a key", "layers that use another layer's selection", _OPTIONS),
+    *(
+        (name, other, _OPTIONS)
+        for name in ("-1 before selected keys", "rows without a key")
+        for other in _BY_AN_INDEXER
+    ),
 )
 _ALONE = "it has only small cases of its own, because such a case costs as much as several others"
 _FROM = "server."

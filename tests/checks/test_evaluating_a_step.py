@@ -84,7 +84,7 @@ def test_with_right_attention_outputs_everything_is_evaluated() -> None:
 
 
 OF_STATES = {"writes-own-state", "state-counts-tokens", "conv-window-exact", "state-matches-oracle",
-             "verify-keeps-state"}  # fmt: skip
+             "state-rounding", "verify-keeps-state"}  # fmt: skip
 
 
 def test_every_finding_names_its_step() -> None:
@@ -100,7 +100,7 @@ def test_every_finding_names_its_step() -> None:
     evaluated.append(Comparison(apart, expected))
     found = [finding for each in evaluated for finding in evaluate_step(each, SCHEDULE, exact)]
     # Cases with parts, codes, states and indexers have tests of their own: test_log_sum_exp.py, test_key_counts.py,
-    # test_states_by_hand.py; padded rows have one in test_memory_limits.py.
+    # test_states_by_hand.py, test_state_rounding.py; padded rows have one in test_memory_limits.py.
     elsewhere = {
         "log-sum-exp",
         "keys-counted-once",

@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 @bug(
     19,
     "state-spaces mamba #1027",
-    "extend-gdn4x2-d64-fp16-p16-k64-n5a5-shuffled-strong_decay-k64w2s32.null.strided-b1prod",
+    "extend-mamba4x2-d64-fp16-p16-k64-n5a5-shuffled-like_keys-k64w4s16.null-layers3from5-b1prod",
     "conv-window-exact",
 )
 class WindowOfOutputs(Moded):
@@ -50,7 +50,7 @@ class WindowOfOutputs(Moded):
 @bug(
     19,
     "xllm #1873",
-    "decode-gdn4x2-d64-fp32-p16-k1.70.9-shuffled-no_decay-k64w2sb16.null.zeroed.strided-layers3from5-b5stale",
+    "decode-gdn4x2-d64-fp32-p16-k1.70.9-shuffled-no_decay-k64w4sb16.null.zeroed.strided.snap64-layers3from5-b4prod",
     "state-matches-oracle",
 )
 class StateOfCopy(Moded):
@@ -64,7 +64,7 @@ class StateOfCopy(Moded):
 @bug(
     19,
     "ollama #15865",
-    "decode-mamba4x2-d64-fp16-p16-k0.33.0.4-shuffled-weak_decay-k64w4s32.zeroed.strided.snap64-b4nan",
+    "decode-rwkv2-d64-fp16-p16-k0.33.0.4-shuffled-weak_decay-k64w1s32.zeroed.strided.snap16-b6stale",
     "state-matches-oracle",
 )
 class StateInModelDtype(Moded):
@@ -79,7 +79,7 @@ class StateInModelDtype(Moded):
 @bug(
     19,
     "TileOPs #1465",
-    "extend-mamba4x2-d64-bf16-p16-k0-n20a20-shuffled-strong_decay-k64w4s16.null.zeroed.strided.snap64-layers1from0-b1stale-empty_batches",
+    "extend-mamba4x2-d64-bf16-p16-k30.0.5.0-n3a2x2.3.4-shuffled-strong_decay-k64w4s32-b4prod",
     "finite",
 )
 class ExponentialIsCutOff(Moded):
@@ -127,7 +127,7 @@ class ExponentialIsCutOff(Moded):
 @bug(
     19,
     "sglang #40362",
-    "extend-gdn1x2-d128-fp16-p16-k30.0.5.0-n1a1x4-shuffled-mild_decay-k128w1s32.slot0.zeroed.kv.strided.snap16-layers3from5-b4nan",
+    "extend-gdn1x2-d128-fp16-p16-k64-n5a5-shuffled-no_decay-k128w1s32.slot0.zeroed.kv.strided-b1nan",
 )
 class BetaOfPrefillInModelDtype(Moded):
     """sglang #40362: the gating of a prefill stores ``sigmoid(b)`` in the dtype of ``b``."""
