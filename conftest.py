@@ -21,6 +21,11 @@ os.environ.pop("GITHUB_ACTIONS", None)
 
 pytest_plugins = ["attn_testkit.plugin", "pytester"]
 
+_COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable that Inductor sets in a process where it first compiles. Judges would start in fresh interpreters after it,
+because torch reads it when it starts."""
+_given = os.environ.get(_COMPILER_FOLDER)
+
 HERE = Path(__file__).parent / "tests"
 sys.path[:0] = [str(HERE), str(HERE / "warm")]
 
@@ -39,8 +44,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures draw
 def pytest_runtest_setup() -> None:
-    """A test draws the same numbers whatever its process has run before."""
+    """A test draws the same numbers, and its judges are forked, whatever its process has run before."""
     torch.default_generator.manual_seed(0)
+    if _given is None:
+        os.environ.pop(_COMPILER_FOLDER, None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
