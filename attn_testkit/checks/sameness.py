@@ -5,6 +5,8 @@ Bits are those of outputs, and of the states and windows that a step leaves: not
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -42,35 +44,58 @@ def _other_keys(first: Observation, second: Observation, rows: slice = _ALL, own
     return ""
 
 
-def _other_states(first: Observation, second: Observation, request: int | None = None, own: int = 0) -> str:
+@dataclass(frozen=True)
+class _Left:
+    """States and windows of convolutions after a step."""
+
+    names: list[str]
+    """Names of the layers that keep a state."""
+    requests: torch.Tensor
+    """[n] int64: the request of each slot."""
+    written: torch.Tensor
+    """[n] bool: slots in which a bit changed."""
+    parts: tuple[torch.Tensor, torch.Tensor]
+    """Windows and states, [L, n, ...] each."""
+
+    def of(self, request: int | None) -> tuple[torch.Tensor, ...]:
+        """Windows and states of one request, or of all. Empty if there are none, or if a slot was not written."""
+        own = torch.ones_like(self.written) if request is None else self.requests == request
+        return tuple(part[:, own] for part in self.parts) if own.any() and bool(self.written[own].all()) else ()
+
+
+def _left(observed: Observation) -> _Left | None:
+    """The states that a step leaves. None if there are none, or if random numbers round them, which differ each
+    time."""
+    case = observed.schedule.case
+    if case.state is None or case.state.rounding == "stochastic":
+        return None
+    # Inputs of an observation exist only while its step is evaluated.
+    data = states_in(make_data(observed.schedule, observed.step))
+    changed, held = observed.of_family("recurrent").written
+    if data is None or not data.ends or not len(changed):
+        return None
+    slots = torch.tensor([end.slot for end in data.ends], dtype=torch.int64)
+    places = torch.searchsorted(changed, slots).clamp(max=len(changed) - 1)
+    return _Left(
+        [case.layers.name(place) for place in case.places("recurrent")],
+        torch.tensor([end.request for end in data.ends], dtype=torch.int64),
+        torch.isin(slots, changed),
+        from_rows(held[:, 0, places, 0], data),
+    )
+
+
+def _other_states(first: _Left | None, second: _Left | None, request: int | None = None, own: int | None = None) -> str:
     """The first layer in which ``request`` of ``first`` and ``own`` of ``second``, which are the same request, leave
     other bits, and the number of them; empty if there is none. None: all requests of the same step.
     """
-    a, b = _left(first, request), _left(second, None if request is None else own)
-    for layer in range(len(a[0]) if a and b else 0):
-        count = sum(_differs(x[layer], y[layer]) for x, y in zip(a, b, strict=True) if x.shape == y.shape)
+    if first is None or second is None:
+        return ""
+    pairs = [(a, b) for a, b in zip(first.of(request), second.of(own), strict=False) if a.shape == b.shape]
+    for layer, name in enumerate(first.names):
+        count = sum(_differs(a[layer], b[layer]) for a, b in pairs)
         if count:
-            name = first.schedule.case.layers.name(first.schedule.case.places("recurrent")[layer])
             return f"{name}: {count} numbers of the states and windows differ"
     return ""
-
-
-def _left(observed: Observation, request: int | None) -> tuple[torch.Tensor, ...]:
-    """Windows and states [L, n, ...] that a step leaves in the slots of one request, or of all requests. Empty if there
-    are none, or if a slot was not written.
-    """
-    shape = observed.schedule.case.state
-    if shape is None or shape.rounding == "stochastic":
-        return ()  # rounded by other random numbers each time
-    # Inputs of an observation exist only while its step is evaluated.
-    data = states_in(make_data(observed.schedule, observed.step))
-    if data is None:
-        return ()
-    changed, held = observed.of_family("recurrent").written
-    slots = torch.tensor([end.slot for end in data.ends if request in (None, end.request)], dtype=torch.int64)
-    if not len(slots) or not bool(torch.isin(slots, changed).all()):
-        return ()
-    return from_rows(held[:, 0, torch.searchsorted(changed, slots), 0], data)
 
 
 def repeatable(first: Observation, second: Observation) -> list[Finding]:
@@ -96,7 +121,7 @@ def repeatable(first: Observation, second: Observation) -> list[Finding]:
                     hint="probably atomics, a split count that varies, or a counter that the first run left dirty",
                 )
             ]
-    if where := _other_states(first, second):
+    if where := _other_states(_left(first), _left(second)):
         return [
             Finding(
                 "repeatable",
@@ -115,7 +140,7 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
     """
     assert few.step.part_of is not None
     starts = np.cumsum([0, *(request.new for request in together.step.requests)])
-    row = 0
+    row, of_together, of_few = 0, _left(together), _left(few)
     for place, (index, request) in enumerate(zip(few.step.part_of[1], few.step.requests, strict=True)):
         rows, own = slice(starts[index], starts[index] + request.new), slice(row, row + request.new)
         row += request.new
@@ -140,7 +165,7 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
                         hint="probably a kernel, tile size or split count that depends on the rest of the batch",
                     )
                 ]
-        if where := _other_states(together, few, index, place):
+        if where := _other_states(of_together, of_few, index, place):
             return [
                 Finding(
                     "batch-invariant",
