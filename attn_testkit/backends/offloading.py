@@ -63,15 +63,18 @@ def _bits(view: torch.Tensor) -> torch.Tensor:
     return view.view(torch.uint8) if view.dtype.itemsize == 1 else view
 
 
-def to_host(part: Part) -> None:
-    """Copy rows slot by slot. The host waits."""
-    part.host[_places(part.host, part.moved.host_slots)] = _read(part.device, part.moved.slots).cpu()
+def all_to_host(context: BackendContext, transfer: Transfer) -> None:
+    """Copy all rows of a transfer slot by slot. The host waits."""
+    for part in parts_of(context, transfer):
+        rows = part.device[_places(part.device, part.moved.slots)]
+        part.host[_places(part.host, part.moved.host_slots)] = rows.cpu()
 
 
-def to_device(part: Part) -> None:
-    """Copy rows slot by slot. The host waits."""
-    rows = part.host[_places(part.host, part.moved.host_slots)].to(part.device.device)
-    part.device[_places(part.device, part.moved.slots)] = rows
+def all_to_device(context: BackendContext, transfer: Transfer) -> None:
+    """Copy all rows of a transfer slot by slot. The host waits."""
+    for part in parts_of(context, transfer):
+        rows = part.host[_places(part.host, part.moved.host_slots)]
+        part.device[_places(part.device, part.moved.slots)] = rows.to(part.device.device)
 
 
 def pages_to_host(part: Part) -> None:
@@ -91,10 +94,6 @@ def _pages(part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     first = slice(None, None, size)
     for ours, theirs in zip(part.moved.slots[first].tolist(), part.moved.host_slots[first].tolist(), strict=True):
         yield part.device[ours // size], part.host[theirs // size]
-
-
-def _read(view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return view[_places(view, slots)]
 
 
 def _places(view: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""``torch_native`` as a server that moves K and V to the host and back, layer by layer on a stream of its own."""
+"""``torch_native`` as a server that moves K and V to the host and back, layer by layer on the stream for copies."""
 
 from __future__ import annotations
 
@@ -7,28 +7,10 @@ from itertools import groupby
 import torch
 from typing_extensions import override
 
-from ..contract import (
-    HOST_LAYOUTS,
-    AttentionLayer,
-    BackendContext,
-    Bounds,
-    Capabilities,
-    ForwardBatch,
-    ForwardMode,
-    HeadShapes,
-    KVPools,
-    Needs,
-    Offloads,
-    Precision,
-    Promises,
-    ServerConventions,
-    Transfer,
-    Windows,
-)
+from ..contract import HOST_LAYOUTS, AttentionLayer, BackendContext, ForwardBatch, Offloads, Transfer
 from .offloading import pages_to_device, pages_to_host, parts_of
 from .torch_native import TorchNativeBackend
-
-_MODES = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND})
+from .torch_native_handed import TorchNativeHandedBackend
 
 
 def _after(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -40,29 +22,10 @@ def _after(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class TorchNativeOffloadBackend(TorchNativeBackend):
     """Copies whole pages. A forward waits for the pages of its layer, and a replay for those of all layers."""
 
-    capabilities = Capabilities(
-        eager=_MODES,
-        graph=frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}),
-        heads=HeadShapes(
-            families=frozenset({"mha", "gqa", "mqa", "mla"}),
-            head_dims=frozenset({64, 512}),
-            mla_rope_dims=frozenset({64}),
-            gqa_ratios=frozenset({4}),
-        ),
-        precision=Precision(dtypes=frozenset({"bf16"})),
-        kv_pool=KVPools(
-            kv_dtypes=frozenset({"same", "fp8_e4m3"}),
-            page_sizes=frozenset({1, 4, 16}),
-            kv_layouts=frozenset({"nhd", "hnd", "layers-in-block"}),
-            kv_groups=True,
-            kv_sharing=True,
-        ),
-        bounds=Bounds(max_q_rows=8, max_topk=1, max_context_len=1 << 13),
-        windows=Windows(_MODES),
+    capabilities = TorchNativeHandedBackend.capabilities.with_changes(
+        kv_pool={"page_sizes": {1, 4, 16}, "kv_layouts": {"nhd", "hnd", "layers-in-block"}},
+        receives=None,
         offloads=Offloads(host_layouts=frozenset(HOST_LAYOUTS), by_layer=True),
-        needs=Needs(cpu_seq_lens=False),
-        server=ServerConventions(takes_requests_without_rows=True),
-        promises=Promises(deterministic=True),
     )
 
     def __init__(self, context: BackendContext) -> None:
