@@ -1,4 +1,4 @@
-"""Check of states that a decode rounds stochastically: the number below or above, each as often as it is near.
+"""Check of states that a decode rounds stochastically, to the number below or above: the nearer one more often.
 
 An exact value x lies between two numbers of the state's dtype that are one unit apart. A fair rounding gives the upper
 one with the probability f, the part of the unit by which x is above the lower one. So the error (stored - x) / unit has

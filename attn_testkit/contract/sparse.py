@@ -37,9 +37,9 @@ class Indexer(Declared):
     """May a layer use the selection of a layer before it? It has no index keys then (``index_topk_freq``). All layers
     between the two use that selection, too."""
     drafts: Set[str] = frozenset()
-    """Which forwards of a draft-decode may select? Default, none: a draft attends to keys that were selected before it,
-    as in SGLang since #29787. ``each``: every forward stores its index keys and selects. ``first``: the first one does,
-    and those after it attend to the keys that it selected, so to no token that the draft adds after its first
+    """Which forwards of a draft-decode may select? Default, none: a draft attends to keys that an earlier step
+    selected, as in SGLang since #29787. ``each``: every forward stores its index keys and selects. ``first``: only the
+    first one does. Later forwards attend to the keys that it selected, so they see no token that the draft added later
     (``index_share_for_mtp_iteration``: vLLM #44420, TensorRT-LLM #15806). Only drafts of one branch have an indexer."""
     replicated: bool = False
     """May the instance be a rank of decode context parallelism (``LogSumExp.ranks``)? Then each rank stores the index
