@@ -46,6 +46,9 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """A test draws the same numbers, and its judges are forked, whatever its process has run before."""
     torch.default_generator.manual_seed(0)
+    from attn_testkit.catalogue.tiers import generate
+
+    generate.cache.reads = True  # of ``cases_are_kept``, until a test empties it
     if _given is None:
         os.environ.pop(_COMPILER_FOLDER, None)
 
@@ -78,6 +81,19 @@ def judges_are_forked() -> Iterator[None]:
         patched.setattr(judge_process, "subprocess", warm_judge.namespace())
         yield
         kept.communicate()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cases_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The processes of a session build the cases of the same capabilities once: ``warm/kept_cases.py``."""
+    from kept_cases import KeptCases
+
+    from attn_testkit.catalogue.tiers import generate
+
+    own = tmp_path_factory.getbasetemp()
+    generate.cache.__class__ = KeptCases
+    generate.cache.folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cases"
+    generate.cache.folder.mkdir(exist_ok=True)
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,12 @@
 
 python ci/field_bug_cases.py --jobs 2
 python ci/field_bug_cases.py --most 400 FieldNameOfBug ...
+python ci/field_bug_cases.py --check
 
 A bug whose case is still one of its tier, and is still caught by its check, stays. For each other one the cases of its
 mode are tried, those first that are most like the old one, until one is caught by the bug's check and passed by its
 parent; its id replaces the old one in the bug's file. Bugs that none of these cases catches are printed.
+``--check`` only asks whether each case is still one of its tier. Exit code 1 if one is not; nothing is changed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import inspect
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -86,11 +89,17 @@ def found(bug: CorpusEntry, most: int) -> str:
     return ""
 
 
+def is_of_its_tier(slug: str) -> bool:
+    """True if a plan for the bug's capabilities has its case."""
+    bug = bugs()[slug]
+    mode = parse_case(bug.case_of_tier).mode
+    return bug.case_of_tier in cases_of(bug.backend.capabilities, mode, bug.executions[0].value)
+
+
 def new_case(slug: str, most: int) -> tuple[str, str] | None:
     """(old id, new id) of a bug if another case shows it now; the new one is empty if none of those tried does."""
     bug = bugs()[slug]
-    ids = cases_of(bug.backend.capabilities, parse_case(bug.case_of_tier).mode, bug.executions[0].value)
-    if bug.case != bug.case_of_tier and bug.case_of_tier in ids:
+    if bug.case != bug.case_of_tier and is_of_its_tier(slug):
         return None
     try:
         new = found(bug, most)
@@ -122,9 +131,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="names of bugs; all by default")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--most", type=int, default=60, help="cases that are tried for each bug")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a case is of no tier any more")
     wanted = parser.parse_args()
     slugs = [slug for slug, bug in bugs().items() if not wanted.names or bug.backend.__name__ in wanted.names]
     with ProcessPoolExecutor(wanted.jobs) as pool:
+        if wanted.check:
+            lost = [slug for slug, kept in zip(slugs, pool.map(is_of_its_tier, slugs), strict=True) if not kept]
+            sys.exit("\n".join(f"{slug}: no case of smoke or core" for slug in lost) or None)
         for slug, changed in zip(slugs, pool.map(new_case, slugs, repeat(wanted.most)), strict=True):
             if changed is not None and changed[1]:
                 backend = bugs()[slug].backend

@@ -49,7 +49,7 @@ MLA_FP8 = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvf
     [
         ("flashinfer", HEALTHY),
         ("flashinfer_mla", MLA_HEALTHY),
-        ("flashinfer_mla_fa3", (MLA_CLUSTERS, MLA_ONE_ROW, MLA_CHAIN)),
+        ("flashinfer_mla_fa3", (MLA_CLUSTERS, MLA_CHAIN)),
         ("flashinfer_mla_fp8", (MLA_FP8,)),
     ],
 )
@@ -65,7 +65,6 @@ FAULTS = [
     ("SoftCapGivenToForward", "eager", DECODE, "right without a soft cap"),
     ("WindowGivenToRun", "eager", V1_WINDOW, "window_left == self._window_left"),
     ("WindowOfW", "eager", WINDOW, "differs from the oracle"),
-    ("PlansAtCaptureOnly", "graph", DECODE, "eager mode is right"),
     ("FillsBuffersWithoutPlanning", "graph", TENSOR_CORES, "of 17 or more are wrong"),
     ("NewWrapperAtReplay", "graph", DECODE, "the graph uses memory that no longer exists"),
     ("OneKindForAllLayers", "eager", DECODE, "differs from the oracle"),

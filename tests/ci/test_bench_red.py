@@ -25,10 +25,7 @@ capture comes first, of the capture: these are two checks."""
     ("name", "said"),
     [
         ("adapter-last-key", "the last KV token is missing"),
-        ("adapter-request-side", "none of its own KV tokens is read"),
-        ("adapter-mask-of-values", "all KV tokens are missing"),
         ("adapter-host-maximum", "waits for the device"),
-        ("adapter-ticket-kept", "planning or forward leaves state on self"),
     ],
 )
 def test_a_small_mistake_is_one_cause_on_one_screen(name: str, said: str, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def none_is_left(pids: set[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("jobs", "kind"), [*((1, kind) for kind in ONE_LANE), *((2, kind) for kind in TWO_LANES if kind != TRACKER)]
+    ("jobs", "kind"), [(1, JUDGE), (1, TRACKER), *((2, kind) for kind in TWO_LANES if kind not in (JUDGE, TRACKER))]
 )
 def test_a_process_that_is_killed_costs_no_result_but_that_of_its_own_worker(jobs: int, kind: str) -> None:
     with judge(jobs) as one:

@@ -108,9 +108,9 @@ def test_an_interrupt_that_a_backend_raises_is_a_finding_where_no_ctrl_c_arrives
 
 def test_a_hang_is_timed_out_and_says_where() -> None:
     """A tired reader needs the line that hangs, not only that something did."""
-    found = {result.case: result for result in results_of("HangsInForward", timeout_s=12.0)}
+    found = {result.case: result for result in results_of("HangsInForward", timeout_s=8.0)}
     assert found[THREE].status is Status.TIMED_OUT
-    assert found[THREE].reason.startswith("no result after 12 s")
+    assert found[THREE].reason.startswith("no result after 8 s")
     assert "in act" in found[THREE].reason
     assert found[TWO].status is Status.PASSED
 
