@@ -86,6 +86,7 @@ def commands(flow: str, job: str) -> list[str]:
 def main_of_marks(*expressions: str) -> str:
     """What pytest makes of several ``-m``."""
     options = [part for each in expressions for part in ("-m", each)]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # this process has imported the plugin
     return str(pytest.Config.fromdictargs({}, options).option.markexpr)
 
 
