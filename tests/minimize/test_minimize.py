@@ -44,9 +44,9 @@ COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
     [
         (
             PACKED,
-            "draft-extend-mqa4-d128-fp16-p16-k1500.70.9-n2a2x3-shared-plus_minus_one-kvfp8e4m3-w700-cap1.5-sink-b4prod",
+            "draft-extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a6x3-shuffled-one_hot-kvfp8e4m3-w46-b4nan",
             "replay-follows-batch",
-            ["rows", "seed"],
+            ["rows"],
         ),
         (
             PADDED_ROWS,
