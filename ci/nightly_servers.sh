@@ -21,6 +21,7 @@ declare -A backends=(
   [sglang-0.5.23]="sglang:triton sglang:triton_mla sglang:triton_draft sglang:flashinfer sglang:flashinfer_mla
     sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:fa3_mla sglang:fa3_draft sglang:fa4 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:gdn_flashinfer sglang:kda sglang:kda_hybrid sglang:mamba2
     sglang:mamba2_hybrid sglang:lightning sglang:lightning_hybrid
+    sglang:torch_native_pd sglang:triton_mla_pd sglang:gdn_hybrid_pd sglang:mamba2_hybrid_pd sglang:torch_native_hicache sglang:triton_mla_hicache
     sglang_wider:SoftCap
     sglang_wider:WindowsInVerify sglang_wider:SharedKV sglang_bugs:WindowsInDecode sglang_bugs:FP8"
   [sglang-0.5.12.post1]="sglang:triton"
