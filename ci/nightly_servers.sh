@@ -28,6 +28,7 @@ declare -A backends=(
   [vllm-0.33.0]="vllm:triton vllm:triton_2d vllm:triton_invariant vllm:triton_fp8 vllm:triton_per_token_head vllm:triton_mla vllm:flash_attn vllm:flash_attn_sinks vllm:flash_attn_fp8
     vllm:flash_attn_2 vllm:flashmla vllm:flashmla_fp8 vllm:flashmla_sparse
     vllm:flashinfer vllm:flex vllm:flex_merged vllm:xpu_mla_sparse vllm_index_metadata:Metadata vllm_wider:LseInFloat32
+    vllm:triton_pd vllm:triton_mla_pd vllm_wider:SmallerBlocks
     vllm:gdn vllm:mamba2 vllm:bailing vllm:linear vllm:gdn_hybrid vllm:mamba2_hybrid"
   [public-kernels]="sglang_kernels:Decode sglang_kernels:DecodeMHA sglang_kernels:DecodeMLA sglang_kernels:DecodeMLARope32
     sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedPerTokenHead vllm_kernels:UnifiedTF32
