@@ -383,7 +383,7 @@ def _receiving(name: str, page: int, slices: str, *, shared_heads: bool = False)
     ``page``: slots of a page, here and at the sender, because SGLang refuses peers with other pages. ``slices``: the
     method for a sender with another number of ranks.
     """
-    receives = Receives(page_sizes={page}, ranks=SENDER_RANKS, shared_heads=shared_heads)
+    receives = Receives(page_sizes={page}, ranks=set(SENDER_RANKS), shared_heads=shared_heads)
     lines = {line.capability: line for line in _ALONE[name].lines} | {
         "receives": Line("receives", receives, f"{_MOONCAKE}.{slices}"),
         "eager": Line("eager", {D, X}, f"{_MOONCAKE}.transfer_worker"),

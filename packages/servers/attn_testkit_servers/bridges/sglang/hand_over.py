@@ -38,9 +38,7 @@ _Result = TypeVar("_Result")
 class _AtOnce(Executor):
     """An executor that runs each call when it is submitted, in the thread that the kit watches."""
 
-    def submit(  # type: ignore[override]
-        self, fn: Callable[..., _Result], /, *given: Any, **named: Any
-    ) -> Future[_Result]:
+    def submit(self, fn: Callable[..., _Result], /, *given: Any, **named: Any) -> Future[_Result]:
         """Run the call."""
         made = Future[_Result]()
         made.set_result(fn(*given, **named))
