@@ -21,12 +21,14 @@ declare -A backends=(
   [sglang-0.5.23]="sglang:triton sglang:triton_mla sglang:triton_draft sglang:flashinfer sglang:flashinfer_mla
     sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:fa3_mla sglang:fa3_draft sglang:fa4 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:gdn_flashinfer sglang:kda sglang:kda_hybrid sglang:mamba2
     sglang:mamba2_hybrid sglang:lightning sglang:lightning_hybrid
+    sglang:torch_native_pd sglang:triton_mla_pd sglang:gdn_hybrid_pd sglang:mamba2_hybrid_pd sglang:torch_native_hicache sglang:triton_mla_hicache
     sglang_wider:SoftCap
     sglang_wider:WindowsInVerify sglang_wider:SharedKV sglang_bugs:WindowsInDecode sglang_bugs:FP8"
   [sglang-0.5.12.post1]="sglang:triton"
   [vllm-0.33.0]="vllm:triton vllm:triton_2d vllm:triton_invariant vllm:triton_fp8 vllm:triton_per_token_head vllm:triton_mla vllm:flash_attn vllm:flash_attn_sinks vllm:flash_attn_fp8
     vllm:flash_attn_2 vllm:flashmla vllm:flashmla_fp8 vllm:flashmla_sparse
     vllm:flashinfer vllm:flex vllm:flex_merged vllm:xpu_mla_sparse vllm_index_metadata:Metadata vllm_wider:LseInFloat32
+    vllm:triton_pd vllm:triton_mla_pd vllm_wider:SmallerBlocks
     vllm:gdn vllm:mamba2 vllm:bailing vllm:linear vllm:gdn_hybrid vllm:mamba2_hybrid"
   [public-kernels]="sglang_kernels:Decode sglang_kernels:DecodeMHA sglang_kernels:DecodeMLA sglang_kernels:DecodeMLARope32
     sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedPerTokenHead vllm_kernels:UnifiedTF32

@@ -66,6 +66,17 @@ class PrefixIsTrimmedAtTheWrongEnd(HandedParent):
         return super().sender_slot(sender, request, token - request.starts[0])
 
 
+@fault("vLLM 0.33.0 (findings/vllm-nixl-blocks.md)", _CHECKS, "another token: a page has|nothing was stored there")
+class SmallerPagesArePairedFromTheEnd(HandedParent):
+    """The sender's last pages are paired with the pages here, of which the last is not full, if a prefix is cached."""
+
+    def sender_slot(self, sender: KVGroup, request: HandedRequest, token: int) -> torch.Tensor:
+        own, page, start = self.context.page_size, sender.kv_pool.page_size, request.starts[0]
+        here, there = -(-request.end // own) * own - start, -(-request.end // page) * page
+        shift = here - (there - start) if page < own and here <= there else 0
+        return super().sender_slot(sender, request, token - shift)
+
+
 @fault("vLLM #26744, #42895", _CHECKS, "another token: a page has")
 class PageOfTheReceiverIsAssumed(HandedParent):
     """A block has as many tokens as a page here, also if pages of the sender are smaller or end elsewhere."""

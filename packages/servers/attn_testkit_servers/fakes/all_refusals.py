@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from attn_testkit.backends.vendor.provider import VendorMissing
 
-from . import flash_attn, flash_attn_2, flash_attn_4, flash_mla, flashinfer_checks, trtllm_checks, vllm_caches
+from . import (
+    flash_attn,
+    flash_attn_2,
+    flash_attn_4,
+    flash_mla,
+    flashinfer_checks,
+    kvcacheio,
+    trtllm_checks,
+    vllm_caches,
+)
 from .refusals import Refusals
 
 
@@ -94,6 +103,11 @@ LIMITS: tuple[Limits, ...] = (
         "",
     ),
     Limits(
+        "sglang-kernel, copies of HiCache",
+        "nothing",
+        "copies that are not the direct ones: those run in kernels that dereference host addresses",
+    ),
+    Limits(
         "FlexAttention",
         "nothing: block masks are read at the replay",
         "what torch.compile refuses",
@@ -115,5 +129,6 @@ def all_refusals() -> tuple[Refusals, ...]:
         + flash_attn_4.REFUSALS
         + flash_mla.REFUSALS
         + vllm_caches.REFUSALS
+        + kvcacheio.REFUSALS
         + of_flashinfer
     )

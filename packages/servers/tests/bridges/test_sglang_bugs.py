@@ -60,6 +60,7 @@ def results_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     ("proof", "said"),
     [
         ("kda", "WRONG: what a token wrote"),
+        ("mamba2_windows", "WRONG: a window is cut as one part"),
         ("unused_scales", "WRONG: the output is multiplied by a scale that the pool was not divided by"),
     ],
 )

@@ -131,6 +131,7 @@ def test_the_script_that_messages_name_makes_an_environment_of_each_version(vers
                 "sglang:gdn_flashinfer",
                 "sglang:kda*",
                 "sglang:lightning*",
+                "sglang:mamba2_hybrid_pd",
                 "sglang:triton",
                 "sglang_bugs:FP8",
                 "sglang_bugs:WindowsInDecode",

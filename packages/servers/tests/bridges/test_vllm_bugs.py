@@ -163,3 +163,21 @@ def test_what_vllm_gives_linear_attention_is_found_and_with_what_it_needs_the_ca
     zeroed = case if ".zeroed" in case else case.replace(".kv", ".zeroed.kv")
     (passed,) = results_of(tmp_path, "--backend", healthy, *which, zeroed)
     assert passed["status"] == "passed"
+
+
+HANDED = "decode-mha2-d64-bf16-p16-k3.37.9.17-shuffled-gauss-kvcustom-w4-cap1.5-handed2to2p16sidebysidehnd-b7stale"
+
+
+def test_a_bug_put_into_the_worker_that_receives_is_found_and_without_it_its_case_passes(tmp_path: Path) -> None:
+    (failed,) = results_of(tmp_path, "--backend", "vllm_transfer_bugs:TrimmedAtEnd", "--case", HANDED)
+    assert checks_of(failed) == {"received-as-sent"}
+    (without,) = results_of(tmp_path, "--backend", "vllm:triton_pd", "--case", HANDED)
+    assert without["status"] == "passed"
+
+
+def test_a_proof_says_without_a_check_of_the_kit_that_blocks_are_paired_wrongly() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / "proof_vllm_nixl_blocks.py"], check=False, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.stdout.splitlines()[-1] == "WRONG: a token is read from the place of another"

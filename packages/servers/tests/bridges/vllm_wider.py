@@ -31,6 +31,17 @@ class LseInFloat32(TritonMLA):
         return out, lse.float()
 
 
+Received: Any = backend_class("triton_mla_pd")
+
+
+class SmallerBlocks(Received):
+    """Blocks of the sender are paired from the end, also if the last one of the receiver is not full."""
+
+    capabilities = Received.capabilities.with_changes(
+        receives=dataclasses.replace(Received.capabilities.receives, page_sizes=frozenset({16}))
+    )
+
+
 Bailing: Any = backend_class("bailing")
 Linear: Any = backend_class("linear")
 

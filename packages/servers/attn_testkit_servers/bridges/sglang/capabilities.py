@@ -7,8 +7,9 @@ are declared here, and described in docs/evidence/findings-sglang.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from attn_testkit.contract import SGLANG, Requires, Sparse
+from attn_testkit.contract import SENDER_RANKS, SGLANG, Offloads, Receives, Requires, Sparse
 
 from ..capabilities import DD, V1, V2, D, Line, V, X
 from .bridge_capabilities import BridgeCapabilities as BridgeCapabilities
@@ -98,7 +99,7 @@ _DSA_ENVIRONMENT = {
     "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # an extend of short requests is sparse, too
 }
 
-CAPABILITIES: Mapping[str, BridgeCapabilities] = {
+_ALONE: Mapping[str, BridgeCapabilities] = {
     "torch_native": BridgeCapabilities(
         "torch_native",
         (
@@ -371,6 +372,56 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         ),
     ),
     **OF_STATES,
+}
+
+_MOONCAKE = "disaggregation/mooncake/conn.py:MooncakeKVManager"
+
+
+def _receiving(name: str, page: int, slices: str, *, shared_heads: bool = False) -> BridgeCapabilities:
+    """Capabilities of a decode server, which begins no request and receives all of them.
+
+    ``page``: slots of a page, here and at the sender, because SGLang refuses peers with other pages. ``slices``: the
+    method for a sender with another number of ranks.
+    """
+    receives = Receives(page_sizes={page}, ranks=set(SENDER_RANKS), shared_heads=shared_heads)
+    lines = {line.capability: line for line in _ALONE[name].lines} | {
+        "receives": Line("receives", receives, f"{_MOONCAKE}.{slices}"),
+        "eager": Line("eager", {D, X}, f"{_MOONCAKE}.transfer_worker"),
+        "graph": Line("graph", set(), f"{_MOONCAKE}.transfer_worker"),
+        "kv_pool.page_sizes": Line(
+            "kv_pool.page_sizes", {page}, "disaggregation/common/conn.py:CommonKVManager.try_ensure_parallel_info"
+        ),
+    }
+    return replace(_ALONE[name], lines=tuple(lines.values()))
+
+
+def _offloading(name: str, host: str) -> BridgeCapabilities:
+    """Capabilities with ``--enable-hierarchical-cache --hicache-io-backend direct``. ``host``: SGLang's host pool.
+
+    Pages are small: of a prompt within one page nothing would move.
+    """
+    offloads = Offloads(host_layouts={"layer_first", "page_first_direct"}, by_layer=True)
+    lines = {line.capability: line for line in _ALONE[name].lines} | {
+        "offloads": Line("offloads", offloads, f"mem_cache/pool_host/{host}.load_to_device_per_layer"),
+        "kv_pool.page_sizes": Line("kv_pool.page_sizes", {1, 16}, f"mem_cache/pool_host/{host}.init_kv_buffer"),
+        # Only a prefill loads pages back, and none of a graph.
+        "eager": Line("eager", {D, X}, "managers/cache_controller.py:HiCacheController.start_loading"),
+        "graph": Line("graph", set(), "managers/cache_controller.py:HiCacheController.start_loading"),
+        "requires": Line(
+            "requires", Requires(compilers=_COMPILED), f"mem_cache/pool_host/{host}.backup_from_device_all_layer"
+        ),
+    }
+    return replace(_ALONE[name], lines=tuple(lines.values()), fakes="hicache")
+
+
+CAPABILITIES: Mapping[str, BridgeCapabilities] = {
+    **_ALONE,
+    "torch_native_pd": _receiving("torch_native", 16, "send_kvcache_slice", shared_heads=True),
+    "triton_mla_pd": _receiving("triton_mla", 64, "send_kvcache"),
+    "gdn_hybrid_pd": _receiving("gdn_hybrid", 16, "_send_mamba_state_slice"),
+    "mamba2_hybrid_pd": _receiving("mamba2_hybrid", 16, "_send_mamba_state_slice"),
+    "torch_native_hicache": _offloading("torch_native", "mha.py:MHATokenToKVPoolHost"),
+    "triton_mla_hicache": _offloading("triton_mla", "mla.py:MLATokenToKVPoolHost"),
 }
 """Name after ``sglang:`` -> declared capabilities."""
 

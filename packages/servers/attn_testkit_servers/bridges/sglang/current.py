@@ -21,8 +21,10 @@ from attn_testkit.contract import (
     DraftDecodeInput,
     ForwardBatch,
     ForwardMode,
+    HandOver,
     KVLayer,
     KVPoolSpec,
+    Transfer,
     TreeMaskMode,
     VerifyMask,
 )
@@ -47,6 +49,13 @@ class _Kept:
 class SGLangBackend(OfSGLang):
     """An adapter from the kit's contract to an object that SGLang's registry made."""
 
+    states: Any = None
+    """SGLang's pool of states; None if no layer has a state."""
+    receiver: Any = None
+    """Servers of the last hand-over."""
+    hicache: Any = None
+    """SGLang's cache of host memory; None before the first page leaves."""
+
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         if (planner := sys.modules.get("sglang.srt.layers.attention.flashinfer_backend")) is not None:
@@ -68,6 +77,28 @@ class SGLangBackend(OfSGLang):
             branches, steps = context.draft_branches, context.speculative_num_steps
             self.draft = DraftBackendFactory(self.runner, branches, steps).create_decode_backend()
         self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in context.layers}
+
+    def receive(self, handed: HandOver) -> None:
+        """Let SGLang's managers of both servers hand the requests over."""
+        from .hand_over import Receiver
+
+        if self.receiver is None or self.receiver.senders is not handed.senders:
+            self.receiver = Receiver(self.context, self.runner.token_to_kv_pool, self.states, handed)
+        self.receiver.receive(handed)
+
+    def offload(self, transfer: Transfer) -> torch.cuda.Event | None:
+        """Pass the pages on to HiCache."""
+        from .hicache import HiCache
+
+        if self.hicache is None:
+            self.hicache = HiCache(self.context, self.runner.token_to_kv_pool, transfer.host.keys[0], transfer.stream)
+        event: torch.cuda.Event | None = self.hicache.offload(transfer)
+        return event
+
+    def reload(self, transfer: Transfer) -> torch.cuda.Event | None:
+        """Pass the pages on to HiCache, from which they left."""
+        event: torch.cuda.Event | None = self.hicache.reload(transfer)
+        return event
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:

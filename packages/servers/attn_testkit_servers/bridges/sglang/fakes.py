@@ -39,7 +39,8 @@ class FakeSet:
     answers: Mapping[str, bool] = field(default_factory=dict)
     """Answers of functions that a module imported: ``module:function`` below ``sglang.srt.layers.attention``."""
     on_cuda: Mapping[str, str] = field(default_factory=dict)
-    """Names that a module imports only if SGLang finds CUDA -> ``module:name`` of the imported objects."""
+    """``module:name`` that SGLang imports only if it finds CUDA -> ``module:name`` of the imported object, or of its
+    fake."""
 
 
 _WRAPPERS = MappingProxyType(
@@ -53,6 +54,7 @@ _WRAPPERS = MappingProxyType(
 )
 _OF_WRAPPERS = ("flashinfer_backend", "flashinfer_mla_backend")
 
+_ATTENTION = "sglang.srt.layers.attention"
 _KERNELS = "sglang.kernels.ops.attention"
 _SPLIT = "fused_qkv_split_gdn_prefill"
 _GDN = "sglang.srt.layers.attention.linear.kernels.gdn_flashinfer"
@@ -96,11 +98,23 @@ SETS: Mapping[str, FakeSet] = {
             f"{_GDN}:_flashinfer_chunk_gated_delta_rule": PREFILL,
         },
         answers={"linear.kernels.gdn_flashinfer:_flashinfer_gdn_available": True, "linear.gdn_backend:is_cuda": True},
-        on_cuda={f"linear.gdn_backend:{_SPLIT}": f"{_KERNELS}.triton_gdn_fused_proj:{_SPLIT}"},
+        on_cuda={f"{_ATTENTION}.linear.gdn_backend:{_SPLIT}": f"{_KERNELS}.triton_gdn_fused_proj:{_SPLIT}"},
+    ),
+    "hicache": FakeSet(
+        (),
+        {},
+        on_cuda={
+            f"sglang.srt.mem_cache.pool_host.{pools}:{name}": f"attn_testkit_servers.fakes.kvcacheio:{name}"
+            for pools in ("mha", "mla")
+            for name in (
+                "transfer_kv_direct",
+                "transfer_kv_per_layer_direct_pf_lf",
+                "transfer_kv_all_layer_direct_lf_pf",
+            )
+        },
     ),
 }
 """Name -> set. ``declared.Claims.fakes`` says which."""
-_ATTENTION = "sglang.srt.layers.attention"
 
 
 def is_needed() -> bool:
@@ -133,7 +147,7 @@ def put_in_place(name: str) -> None:
         module, _, attribute = path.partition(":")
         owner, _, name = source.partition(":")
         found = getattr(importlib.import_module(owner), name)
-        setattr(importlib.import_module(f"{_ATTENTION}.{module}"), attribute, found)
+        setattr(importlib.import_module(module), attribute, found)
     if chosen.platform:
         from sglang.srt.runtime_context import override_platform
 

@@ -28,29 +28,44 @@ def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
     """Construct SGLang's pool of this size. Every backend of the bridge uses this function as its
     ``AttentionBackend.lay_out_kv_pool``."""
     set_ranks()
+    pool = _constructed(spec)
+    if spec.layers[0].is_mla:
+        rows = [KVLayer(buffer.view(spec.dtype), buffer=buffer) for buffer in pool.kv_buffer]
+    else:
+        both = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        rows = [KVLayer(keys.view(spec.dtype), values.view(spec.dtype)) for keys, values in both]
+    _made[rows[0]] = pool
+    return rows
+
+
+def _constructed(spec: KVPoolSpec) -> Any:
     first = spec.layers[0]
     common: dict[str, Any] = {
         "size": (spec.pages - 1) * spec.page_size, "page_size": spec.page_size, "dtype": spec.dtype,
         "layer_num": len(spec.layers), "device": spec.device.type, "enable_memory_saver": False,
         "start_layer": first.layer_id, "end_layer": first.layer_id + len(spec.layers) - 1,
     }  # fmt: skip
-    if first.is_mla:
-        rope = first.head_dim - first.kv_lora_rank
-        common |= {"kv_lora_rank": first.kv_lora_rank, "qk_rope_head_dim": rope}
-        if first.topk:
-            pool = DSATokenToKVPool(kv_cache_dim=first.head_dim, index_head_dim=_INDEX_DIM, **common)
-        else:
-            pool = MLATokenToKVPool(**common)
-        rows = [KVLayer(buffer.view(spec.dtype), buffer=buffer) for buffer in pool.kv_buffer]
-    else:
-        pool = MHATokenToKVPool(
+    if not first.is_mla:
+        return MHATokenToKVPool(
             head_num=first.tp_k_head_num, head_dim=first.head_dim, v_head_dim=first.v_head_dim,
             enable_alt_stream=False, **common,
         )  # fmt: skip
-        both = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        rows = [KVLayer(keys.view(spec.dtype), values.view(spec.dtype)) for keys, values in both]
-    _made[rows[0]] = pool
-    return rows
+    common |= {"kv_lora_rank": first.kv_lora_rank, "qk_rope_head_dim": first.head_dim - first.kv_lora_rank}
+    if first.topk:
+        return DSATokenToKVPool(kv_cache_dim=first.head_dim, index_head_dim=_INDEX_DIM, **common)
+    return MLATokenToKVPool(**common)
+
+
+def over(pool: KVPool) -> Any:
+    """SGLang's pool over the memory of a pool of the kit with the layout ``nhd``, which is that of SGLang's pools."""
+    made = _constructed(pool.spec)
+    for place, layer in enumerate(pool.layers):
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        if layer.is_mla:
+            made.kv_buffer[place] = keys
+        else:
+            made.k_buffer[place], made.v_buffer[place] = keys, values
+    return made
 
 
 def pool_of(pool: KVPool) -> Any:

@@ -12,7 +12,7 @@ from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode, StateContext
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode, StateContext, StateLayer
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -179,3 +179,10 @@ def _of_all_layers(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             "layers of the kit's pool of states have unequal distances; SGLang has all layers in one tensor"
         )
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()), places[0])
+
+
+def softmax_of(context: BackendContext) -> list[AttentionLayer]:
+    """The softmax layers of a model; without any, one that follows all layers of the kit."""
+    found = [layer for layer in context.layers if not isinstance(layer, StateLayer)]
+    last = context.layers[-1].layer_id + 1
+    return found or [AttentionLayer(last, tp_q_head_num=2, tp_k_head_num=1, head_dim=64, v_head_dim=64, scaling=0.125)]

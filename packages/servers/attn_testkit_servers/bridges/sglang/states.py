@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from .current import SGLangBackend, capturing, made_layer
 from .pools import set_ranks
 from .runner import make_runner, publish
 from .state_layers import KINDS
-from .state_pools import config_of, has_turned_windows, kv_pool, request_pool
+from .state_pools import config_of, has_turned_windows, kv_pool, request_pool, softmax_of
 
 
 class SGLangStateBackend(SGLangBackend, StateBackend):
@@ -41,7 +41,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         assert context.state is not None
         publish(self.declared, context)
         set_ranks()
-        softmax = [layer for layer in context.layers if not isinstance(layer, StateLayer)] or _behind(context.layers)
+        softmax = softmax_of(context)
         config = config_of(context.state, [layer.layer_id for layer in softmax])
         requests = request_pool(context, context.state, config, context.topk)
         pool = kv_pool(context, softmax, requests.mamba_pool)
@@ -49,6 +49,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         self.runner.model_config.hf_config = self.runner.model_config.hf_text_config = config
         self.runner.req_to_token_pool = requests
         self.has_turned_windows = has_turned_windows(context.state)
+        self.states = requests.mamba_pool
         self.real = attn_backend_wrapper(self.runner, ATTENTION_BACKENDS[self.declared.registered](self.runner))
         self.reals, self.draft = {softmax[0].scaling: self.real}, None
         self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in softmax}
@@ -117,9 +118,3 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         yield
         held.conv[0].copy_(pool.mamba_cache.conv[0])
         pool.mamba_cache = held
-
-
-def _behind(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-    """A softmax layer that follows all others."""
-    last = layers[-1].layer_id + 1
-    return [AttentionLayer(last, tp_q_head_num=2, tp_k_head_num=1, head_dim=64, v_head_dim=64, scaling=0.125)]

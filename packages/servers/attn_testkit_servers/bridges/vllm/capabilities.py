@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attn_testkit.contract import VLLM, LogSumExp, Requires, Spans, Sparse
+from attn_testkit.contract import SENDER_RANKS, VLLM, LogSumExp, Receives, Requires, Spans, Sparse
 
 from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
@@ -34,6 +34,8 @@ class BridgeCapabilities(bridged.BridgeCapabilities):
     """``--disable-hybrid-kv-cache-manager``: windowed layers share a KV group, and so metadata, with the others."""
     capture_sizes: tuple[int, ...] = ()
     """``--cudagraph-capture-sizes``; empty: the sizes of the kit's graphs."""
+    layout: str = ""
+    """``KVCacheLayout`` that a connector demands; empty: the one that the backend prefers."""
     attention: Mapping[str, Any] = field(default_factory=dict)
     """``--attention-config``."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -403,8 +405,32 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
     "bailing": _of_states("bailing", "LINEAR", "BailingMoELinearAttention", {}),
     "linear": _of_states("linear", "LINEAR", "MiniMaxText01LinearAttention", {}),
 }
+_NIXL = "distributed/kv_transfer/kv_connector/v1/nixl"
+
+
+def _receiving(name: str, own: int, receives: Receives) -> BridgeCapabilities:
+    """Capabilities of a decode server with ``NixlConnector``, which begins no request. ``own``: its page size."""
+    lines = {line.capability: line for line in _ALONE[name].lines} | {
+        "receives": Line("receives", receives, f"{_NIXL}/tp_mapping.py:compute_tp_mapping"),
+        "eager": Line(
+            "eager", _ALONE[name].capabilities.eager & {D, X}, f"{_NIXL}/pull_worker.py:NixlPullConnectorWorker"
+        ),
+        "graph": Line("graph", set(), f"{_NIXL}/pull_worker.py:NixlPullConnectorWorker"),
+        "kv_pool.page_sizes": Line(
+            "kv_pool.page_sizes",
+            {own},
+            f"{_NIXL}/base_worker.py:NixlBaseConnectorWorker._validate_remote_agent_handshake",
+        ),
+    }
+    # get_required_kvcache_layout: heads before slots, so that a block's heads are a part of its bytes.
+    return replace(_ALONE[name], lines=tuple(lines.values()), layout="LBHNC")
+
+
 CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     **_ALONE,
+    "triton_pd": _receiving("triton", 16, Receives({16}, {"side-by-side-hnd"}, set(SENDER_RANKS))),
+    # Not smaller blocks, which are paired wrongly: docs/evidence/findings/vllm-nixl-blocks.md.
+    "triton_mla_pd": _receiving("triton_mla", 64, Receives({64}, ranks=set(SENDER_RANKS))),
     **{f"{name}_hybrid": _hybrid(_ALONE[name]) for name in ("gdn", "mamba2")},
 }
 """Name after ``vllm:`` -> declared capabilities."""

@@ -23,6 +23,8 @@ def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> t
         # Its modules import models of vLLM, which the other classes do not need.
         states = importlib.import_module(f"{__package__}.states")
         parent, registry = states.VLLMStateBackend, MambaAttentionBackendEnum
+    if declared.capabilities.receives:
+        importlib.import_module(f"{__package__}.hand_over")  # importing the connector sets a variable of UCX
     kernels = "real"
     if declared.compiled_store and (machine.without_gpu or STABLE in machine.missing):
         kernels = "stores"

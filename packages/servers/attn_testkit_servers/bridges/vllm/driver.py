@@ -18,6 +18,7 @@ from attn_testkit.contract import (
     BackendContext,
     ForwardBatch,
     ForwardMode,
+    HandOver,
     KVLayer,
     KVPoolSpec,
     KVSplit,
@@ -42,19 +43,29 @@ class VLLMBackend(AttentionBackend):
     declared: ClassVar[BridgeCapabilities]
     real: Any
     """Class of vLLM's registry."""
+    receiver: Any = None
+    """Workers of the last hand-over."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
-        self.config = make_config(self.declared, context, blocks, pools.layout_of(self.real).name)
+        self.config = make_config(self.declared, context, blocks, pools.layout_of(self.real, self.declared.layout).name)
         self.layers = make_layers(self.real, self.config, context, self.declared.capabilities)
         self.groups = make_groups(self.config, context, self.layers, blocks)
         self.inputs = Inputs(context, self.groups.of_kit)
 
+    def receive(self, handed: HandOver) -> None:
+        """Let vLLM's workers of both servers hand the requests over."""
+        from .hand_over import Receiver
+
+        if self.receiver is None or self.receiver.senders is not handed.senders:
+            self.receiver = Receiver(self.context, self.config, self.layers, self.groups, handed)
+        self.receiver.receive(handed)
+
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
         """vLLM's own views."""
-        return pools.lay_out(cls.real, spec)
+        return pools.lay_out(cls.real, spec, cls.declared.layout)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Fill the buffers and build."""

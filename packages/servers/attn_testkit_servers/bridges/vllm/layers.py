@@ -43,7 +43,7 @@ def make_layers(real: Any, config: Any, context: BackendContext, declared: Capab
     with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
             found = _latent(real, config, layer, context) if layer.is_mla else _attention(real, config, layer, clamp)
-            found.bind_kv_cache(_as_vllm_has_it(context, layer, found))
+            found.bind_kv_cache(cache_of(context, layer, found))
             _set_scales(found, layer, context.device, layer.q_scale if scales_queries else 1.0)
             if found.kv_cache_dtype.endswith("per_token_head"):
                 # A server's first forward does it, before any request has keys: all scales of the pool become 1.
@@ -137,7 +137,8 @@ class _NoPrefill(SimpleNamespace):
         return "none"
 
 
-def _as_vllm_has_it(context: BackendContext, layer: AttentionLayer, made: Any) -> torch.Tensor:
+def cache_of(context: BackendContext, layer: AttentionLayer, made: Any) -> torch.Tensor:
+    """[blocks, heads, block size, content]: the KV cache of a layer, as the model runner allocates it."""
     cache, kv_dtype = context.group_of(layer).kv_pool.get_layer_buffer(layer.layer_id), made.kv_cache_dtype
     if kv_dtype == "auto":
         return cache

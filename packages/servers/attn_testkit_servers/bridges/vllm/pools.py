@@ -21,14 +21,16 @@ from vllm.v1.kv_cache_interface import (
 from attn_testkit.contract import AttentionLayer, KVLayer, KVPoolSpec
 
 
-def layout_of(real: Any) -> Any:
-    """The preferred ``KVCacheLayout`` of the backend class ``real``."""
-    return get_supported_kv_cache_layouts([real])[0]
+def layout_of(real: Any, wanted: str = "") -> Any:
+    """The ``KVCacheLayout`` for the backend class ``real``: the ``wanted`` one, or else the one that it prefers."""
+    supported = get_supported_kv_cache_layouts([real])
+    return next(each for each in supported if each.name == (wanted or supported[0].name))
 
 
-def lay_out(real: Any, spec: KVPoolSpec) -> Sequence[KVLayer]:
-    """Memory for a server with the backend class ``real``: [blocks, heads, block size, content] per layer."""
-    layout = layout_of(real)
+def lay_out(real: Any, spec: KVPoolSpec, wanted: str = "") -> Sequence[KVLayer]:
+    """Memory for a server with the backend class ``real``: [blocks, heads, block size, content] per layer. ``wanted``:
+    as in ``layout_of``."""
+    layout = layout_of(real, wanted)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys(layer.head_shape for layer in spec.layers):
         alike = [layer for layer in spec.layers if layer.head_shape == shape]
