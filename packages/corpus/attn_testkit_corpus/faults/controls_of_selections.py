@@ -8,6 +8,7 @@ from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
 
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerOnRanks, IndexerParent
+from .packed_pages import Fp4RowsParent, PackedPagesParent, PackedPagesWriter
 from .s_draft_selections import DraftIndexer
 from .s_non_causal import NonCausalIndexer
 from .s_shared_selections import SelectionInABuffer
@@ -193,6 +194,25 @@ class SparsePackedRowsInBf16(PackedRowsParent):
             tiles = k[..., : plan.layer.kv_lora_rank].float().reshape(*k.shape[:-1], -1, 128)
             rows[..., first:last] = (tiles.abs().amax(-1) * (1 / 448)).clamp(min=1e-38).view(torch.uint8)
         self.context.kv_pool.get_key_buffer(plan.layer.layer_id).index_put_((plan.out_cache_loc.long(),), rows)
+
+
+@control()
+class SparsePackedPages(PackedPagesWriter):
+    """Scales after the numbers of a page are found by their first byte in it (FlashMLA, SGLang, vLLM); an unused byte
+    is stored as 0."""
+
+
+@control()
+class SparsePackedPagesInBf16(PackedPagesParent):
+    """Keys of such pages are rounded to bf16 before both products (FlashMLA)."""
+
+    def rounded(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys.bfloat16().float()
+
+
+@control()
+class SparseFp4Rows(Fp4RowsParent):
+    """FP4 rows of 352 bytes, with scales of every fourth tile together (vLLM)."""
 
 
 @control("sparse-of-wide-pages")
