@@ -105,17 +105,17 @@ def codes_of(numbers: torch.Tensor, dtype: torch.dtype, ties: str = "even") -> t
 
 
 def _as_stored(entries: torch.Tensor, plane: Plane, dim: int = -1) -> torch.Tensor:
-    """``entries`` of the tiles of a plane, in the order in which they are stored. ``dim``: negative."""
+    """``entries`` of the tiles of a plane, in the order in which they are stored."""
     if plane.stride == 1:
         return entries
-    return entries.unflatten(dim, (-1, plane.stride)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+    return in_tiles(entries.movedim(dim, -1), plane.stride).mT.flatten(-2).movedim(-1, dim)
 
 
 def _by_tile(stored: torch.Tensor, plane: Plane, dim: int = -1) -> torch.Tensor:
     """The reverse of ``_as_stored``."""
     if plane.stride == 1:
         return stored
-    return stored.unflatten(dim, (plane.stride, -1)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+    return in_tiles(stored.movedim(dim, -1), stored.shape[dim] // plane.stride).mT.flatten(-2).movedim(-1, dim)
 
 
 def _bytes_of(numbers: torch.Tensor, plane: Plane) -> torch.Tensor:
@@ -438,8 +438,8 @@ class PackedRows:
 
     def by_tile(self, rows: torch.Tensor, plane: Plane, tiles: int) -> torch.Tensor:
         """[..., tiles, bytes] uint8: the bytes that a plane of ``rows`` has for each tile, in the order of tiles."""
-        raw: torch.Tensor = self.raw(rows, plane).unflatten(-1, (tiles, -1))  # type: ignore[no-untyped-call]
-        return _by_tile(raw, plane, -2)
+        raw = self.raw(rows, plane)
+        return _by_tile(in_tiles(raw, raw.shape[-1] // tiles), plane, -2)
 
     def put_by_tile(self, rows: torch.Tensor, plane: Plane, held: torch.Tensor) -> None:
         """Store ``held`` [..., tiles, bytes], as ``by_tile`` returns them, in a plane of ``rows``."""

@@ -88,6 +88,8 @@ def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterato
     modes = _CORE if tier == "core" else (*_CORE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
     if sparse is None or sparse.indexer is None or small.mode not in modes or usual_layout(declared) == OWN:
         return
+    if small.kv_dtype in _APART:
+        return
     indexer, topk = sparse.indexer, min(sparse.topk, key=lambda each: (each == 1, each))
     selection = Selection(topk, sparse.index_space == "slots")
     wide = small.heads.layout.wide_rows
