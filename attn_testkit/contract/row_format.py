@@ -238,6 +238,11 @@ class RowFormat:
         return PackedRows(self, latent - (self.rope_in_value or 0), layer.head_dim)
 
     @property
+    def own_memory(self) -> bool:
+        """True if scales have memory of their own: they are neither in the row nor in its page."""
+        return self.apart and not self.page_multiple
+
+    @property
     def lets_declare_ties(self) -> bool:
         """True if stores of its numbers differ in the rule for ties: signed integers and FP4."""
         return any(plane.dtype in _RULE_DECLARED for plane in self.planes)

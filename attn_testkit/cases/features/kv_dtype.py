@@ -70,7 +70,7 @@ KV_DTYPE = Feature(
         ),
         Trait(
             "scales of the pool in memory of their own",
-            lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].apart,
+            lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].own_memory,
         ),
     ),
     wrong=_wrong,

@@ -23,7 +23,7 @@ _NARROW_ROW = 128
 (vllm-xpu-kernels #459), and float32 does not have all of them."""
 _FEW_HEADS = 8
 _NARROWEST = ("bf16", "fp16", "fp32")
-_APART = frozenset(name for name, form in ROW_FORMATS.items() if form.apart)
+_APART = frozenset(name for name, form in ROW_FORMATS.items() if form.own_memory)
 
 
 _CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)
@@ -87,8 +87,6 @@ def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterato
     sparse = declared.sparse
     modes = _CORE if tier == "core" else (*_CORE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
     if sparse is None or sparse.indexer is None or small.mode not in modes or usual_layout(declared) == OWN:
-        return
-    if small.kv_dtype in _APART:
         return
     indexer, topk = sparse.indexer, min(sparse.topk, key=lambda each: (each == 1, each))
     selection = Selection(topk, sparse.index_space == "slots")

@@ -52,6 +52,25 @@ class PagesWithoutTheirStride(PackedPagesParent):
         return pages[at // pages.shape[1], at % pages.shape[1]]
 
 
+@fault(
+    "vLLM (a comment in quantize_and_insert_k_kernel: a block times its stride exceeds 2^31)",
+    "matches-oracle finite reads-own-kv",
+    modes="decode extend",
+    modelled="upstream a negative offset is before the pool; here it is taken modulo the pool",
+)
+class PageTimesItsBytesIn32Bits(PackedPagesParent):
+    """The first byte of a page is a product of 32-bit integers, which is negative beyond 2^31 bytes."""
+
+    capabilities = PackedPagesParent.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode", "extend"}, bounds={"max_topk": 0}
+    )
+
+    def bytes_at(self, layer: AttentionLayer, page: torch.Tensor, first: torch.Tensor, count: int) -> torch.Tensor:
+        whole = self.context.kv_pool.get_layer_buffer(layer.layer_id).shape[1]
+        start = (page.to(torch.int32) * whole).long() // whole
+        return super().bytes_at(layer, start % self.context.kv_pool.spec.pages, first, count)
+
+
 @fault("general; a table of scales that is indexed by the next token", "matches-oracle finite reads-own-kv")
 class ScalesOfTheNextTokenOfAPage(PackedPagesParent):
     """A token has the scales of the next token of its page."""
