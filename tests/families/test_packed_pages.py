@@ -13,7 +13,7 @@ from attn_testkit.backends.torch_native_sparse import (
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import ROPE_IN_VALUE, ROW_FORMATS, AttentionLayer, KVPool, PackedRows
 from attn_testkit.steps.packed_rows import accepted, with_one_packing
-from attn_testkit_corpus.faults.controls_of_selections import SparseFp4Rows, SparsePackedPages
+from attn_testkit_corpus.faults.controls_of_selections import SparseFp4Rows, SparsePackedPagesInBf16
 from attn_testkit_corpus.faults.s_packed_pages import (
     ScalesInTheOrderOfTiles,
     ScalesOfFp4RowsRoundedToTheNearest,
@@ -129,8 +129,8 @@ def test_a_case_whose_value_is_not_the_whole_row_is_refused(words: str) -> None:
     ("backend", "name"),
     [
         (TorchNativeSparsePackedPagesBackend, V4),
-        (SparsePackedPages, V4),
-        (SparsePackedPages, V41),
+        (SparsePackedPagesInBf16, V4),
+        (SparsePackedPagesInBf16, V41),
         (TorchNativeSparsePackedBackend, FP4),
         (SparseFp4Rows, FP4),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from attn_testkit.contract import ROPE_IN_VALUE, AttentionLayer, BackendContext, KernelPlan
+from attn_testkit.contract import ROPE_IN_VALUE, AttentionLayer, BackendContext
 from attn_testkit.contract.row_format import in_tiles
 
 from .sparse import PackedRowsParent
@@ -76,25 +76,6 @@ class PackedPagesParent(PackedRowsParent):
         numbers = in_tiles(held[..., :count].contiguous().view(torch.float8_e4m3fn).float(), self.tile)
         found = (numbers * self.powers(scales)[..., None]).flatten(-2)
         return torch.cat([found, self.of_rope(held[..., count:].contiguous())], -1) if self.is_v4 else found
-
-
-class PackedPagesWriter(PackedPagesParent):
-    """The parent that also stores rows by its own arithmetic: vLLM's, with reciprocals and logarithms."""
-
-    @override
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
-        layer, slot = plan.layer, plan.out_cache_loc.long()
-        page, place = slot // self.context.page_size, slot % self.context.page_size
-        count, key = self.numbers(layer), k[:, 0]
-        tiles = in_tiles(key[:, :count].float(), self.tile)
-        exponents = (tiles.abs().amax(-1).clamp(min=1e-4) * (1 / 448)).log2().ceil()
-        numbers = (tiles * torch.exp2(-exponents)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
-        # An unused byte is stored as 0.
-        scales = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, int(self.is_v4)))
-        rows = torch.cat([numbers.view(torch.uint8), key[:, count:].contiguous().view(torch.uint8)], -1)
-        pages = self.context.kv_pool.get_layer_buffer(layer.layer_id)
-        for held, first in ((rows, self.numbers_at(place, layer)), (scales, self.scales_at(place, layer))):
-            pages[page[:, None], first[:, None] + torch.arange(held.shape[1], device=page.device)] = held
 
 
 class Fp4RowsParent(PackedRowsParent):
