@@ -387,7 +387,8 @@ def _row_formats() -> list[str]:
     for name, each in ROW_FORMATS.items():
         planes = ", ".join(_plane(plane) for plane in each.planes)
         own = any(plane.is_scales for plane in each.planes)
-        place = ("in memory of their own" if each.apart else "in the row") if own else "in the layer"
+        there = "after the numbers of a page" if each.page_multiple else "in memory of their own"
+        place = (there if each.apart else "in the row") if own else "in the layer"
         kind = "MLA" if each.latent else "K and V"
         dtypes = ", ".join(sorted(each.dtypes))
         lines.append(f"| `{name}` | {planes} | {place} | {each.layer_scale} | {kind} | {dtypes} |")

@@ -7,6 +7,7 @@ import torch
 from ..contract import (
     INDEX_PAGE,
     LATENT_FORMATS,
+    ROPE_IN_VALUE,
     AttentionLayer,
     Bounds,
     Capabilities,
@@ -227,12 +228,13 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
 
 
 class TorchNativeSparsePackedBackend(TorchNativeSparseBackend):
-    """The pool holds packed rows of FP8 numbers, scales and an unscaled rope part: 656 bytes for DeepSeek V3.2."""
+    """The pool holds packed rows of FP8 or FP4 numbers, scales and an unscaled rope part: 656 or 352 bytes for DeepSeek
+    V3.2."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
         heads={"families": {"mla"}, "head_dims": {128, 512}, "mla_rope_dims": {64}},
         precision={"dtypes": {"bf16"}},
-        kv_pool={"kv_dtypes": LATENT_FORMATS},
+        kv_pool={"kv_dtypes": LATENT_FORMATS - ROPE_IN_VALUE},
     )
 
     def read(
@@ -243,6 +245,27 @@ class TorchNativeSparsePackedBackend(TorchNativeSparseBackend):
         assert rows is not None
         keys = rows.unpack(kv[0].flatten(0, 1)[slot])
         return keys, keys[..., : layer.kv_lora_rank]
+
+
+class TorchNativeSparsePackedPagesBackend(TorchNativeSparseBackend):
+    """The pool holds packed rows of DeepSeek V4 and V4.1, of 584 and 528 bytes: a page has the scales of its rows after
+    all their numbers. The value of a token is its whole row."""
+
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
+        heads={"families": {"mla"}, "head_dims": {128, 512}, "mla_rope_dims": {0}},
+        precision={"dtypes": {"bf16"}},
+        kv_pool={"kv_dtypes": ROPE_IN_VALUE},
+    )
+
+    def read(
+        self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return numbers times their scales, which are both key and value."""
+        pool, at = self.context.kv_pool, (slot // self.context.page_size, slot % self.context.page_size)
+        rows = pool.rows_of(layer)
+        assert rows is not None
+        keys = rows.unpack(torch.cat((kv[0][at], pool.get_scale_pages(layer.layer_id)[0][at]), -1))
+        return keys, keys
 
 
 class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..contract.row_format import ALL_NAN, FP4, HALVES, LARGEST, POWER_OF_TWO, PackedRows, Plane, in_tiles
+from ..contract.row_format import ALL_NAN, FP4, HALVES, LARGEST, PackedRows, Plane, in_tiles
 from ..steps.packed_rows import holds_zeros
 
 Other = tuple[str, torch.Tensor]
@@ -26,8 +26,8 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor, othe
         )
     wrong = differing(packed, row, want)
     scales = [plane for plane in wrong if plane.is_scales]
-    if powers := next(filter(None, (_powers_of_two(packed, plane, row, want) for plane in scales)), ""):
-        return powers
+    if rounded := next(filter(None, (_rounded_down(packed, plane, row, want) for plane in scales)), ""):
+        return rounded
     one_for_all = [plane for plane in scales if _alike(packed.raw(row, plane)) and not _alike(packed.raw(want, plane))]
     if one_for_all:
         return "all its KV heads have the same scale: it was probably stored with one scale for all heads"
@@ -45,19 +45,24 @@ def _alike(scales: torch.Tensor) -> bool:
     return len(scales) > 1 and bool((scales == scales[0]).all())
 
 
-def _powers_of_two(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> str:
-    """Describe scales of which some are one power of two off, always to one side, and the others right."""
-    if plane.dtype != POWER_OF_TWO:
+def _rounded_down(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> str:
+    """Describe scales of which some are one number off, always to one side, and the others right, if the exact scale
+    has to be rounded up: to a power of two, or to e4m3."""
+    if plane.rule not in _UP or plane.dtype.itemsize > 1:
         return ""
     off = packed.raw(row, plane).int() - packed.raw(want, plane).int()
-    wrong = off[off != 0]
+    wrong, number = off[off != 0], _UP[plane.rule]
     if len(wrong) == off.numel() or not bool((wrong == wrong[0]).all()) or abs(int(wrong[0])) != 1:
         return ""
-    size, way = ("small", "to the nearest power of two, or down") if int(wrong[0]) < 0 else ("large", "too far")
+    size, way = ("small", f"to the nearest {number}, or down") if int(wrong[0]) < 0 else ("large", "too far")
     return (
-        f"{len(wrong)} of its {off.numel()} scales are one power of two too {size}, and the others are right: the "
+        f"{len(wrong)} of its {off.numel()} scales are one {number} too {size}, and the others are right: the "
         f"exact scale is probably rounded {way}, and has to be rounded up, so that the largest number of a tile fits"
     )
+
+
+_UP = {"power_of_two": "power of two", "up": "e4m3 number"}
+"""Rule of a scale that is rounded up -> what it is rounded to."""
 
 
 def differing(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> list[Plane]:
@@ -82,6 +87,8 @@ def scales_held(
 ) -> str:
     """Describe what a wrong plane of scales of ``row`` [Hk, bytes] holds; empty if nothing is known."""
     raw, due = packed.raw(row, plane), packed.raw(want, plane)
+    if plane.stride > 1 and torch.equal(packed.by_tile(want, plane, raw.shape[-1])[..., 0], raw):
+        return f"they are in the order of their tiles, and the format has those of every {plane.stride} tiles together"
     if bool((raw == ALL_NAN).all()):
         return "they are NaN as in an unowned slot, so they were not stored"
     held, right = _scales(packed, plane, row), _scales(packed, plane, want)
@@ -153,10 +160,7 @@ _ROUNDING_OF = {torch.float8_e4m3fn: 2.0**-3}
 
 def _scales(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tensor:
     """[Hk, tiles] float64: a plane of scales as numbers."""
-    found = packed.planes(rows)[plane.name].double()
-    if plane.dtype == POWER_OF_TWO:
-        found = torch.exp2(found - 127).masked_fill(found == ALL_NAN, torch.nan)
-    return found
+    return packed.numbers_in(rows, plane).double()
 
 
 def _zeros_over_zero(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> bool:

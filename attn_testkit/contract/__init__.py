@@ -29,7 +29,7 @@ from .precision import DTYPES, FP8_PRODUCTS, Precision
 from .prefill_ranks import PrefillRanks
 from .promises import Needs, Promises
 from .requires import Requires
-from .row_format import LATENT_FORMATS, ROW_FORMATS, PackedRows, RowFormat
+from .row_format import LATENT_FORMATS, ROPE_IN_VALUE, ROW_FORMATS, PackedRows, RowFormat
 from .row_split import ROW_ORDERS, RowSplit
 from .server_conventions import SGLANG, VLLM, ServerConventions
 from .spans import Spans
@@ -57,6 +57,7 @@ __all__ = [
     "LATENT_FORMATS",
     "LAYER_WINDOWS",
     "NON_CAUSAL_WINDOWS",
+    "ROPE_IN_VALUE",
     "ROW_FORMATS",
     "ROW_ORDERS",
     "SENDER_RANKS",

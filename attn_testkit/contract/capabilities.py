@@ -156,11 +156,12 @@ class Capabilities(Declared):
     def _check_row_formats(self) -> None:
         for form in (ROW_FORMATS[name] for name in sorted(self.kv_pool.kv_dtypes) if name in ROW_FORMATS):
             others = [
-                f"{family} of {width} in {dtype}"
+                f"{family} of {width}{f' and a rope part of {rope}' if form.latent else ''} in {dtype}"
                 for family in sorted(self.heads.families)
                 for width in sorted(self.heads.head_dims)
+                for rope in sorted(self.heads.mla_rope_dims) or (0,)
                 for dtype in sorted(self.precision.dtypes)
-                if not form.fits(HEAD_LAYOUTS[family], dtype, width)
+                if not form.fits(HEAD_LAYOUTS[family], dtype, width, rope)
             ]
             if others:
                 raise ValueError(

@@ -92,8 +92,8 @@ class KVLayer:
     buffer: torch.Tensor | None = None
     """Memory of both in the shape that the kernel expects; ``KVPool.get_layer_buffer`` returns it."""
     scales: tuple[torch.Tensor, ...] = ()
-    """Views of the scales of K and of V that count slots, heads and bytes of a row's scales, uint8, in separate memory.
-    Empty if the rows have no separate scales."""
+    """Views of the scales of K and of V that count slots, heads and bytes of a row's scales, uint8, in separate memory
+    or after the numbers of a page. Empty if the rows have no separate scales."""
 
     @property
     def every(self) -> tuple[torch.Tensor, ...]:
@@ -125,6 +125,10 @@ def lay_out(spec: KVPoolSpec, layout: str, make: Callable[..., torch.Tensor] | N
     for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
         alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
         own, order = replace(spec, layers=tuple(alike)), _ORDERS[layout]
+        if spec.row_format and spec.row_format.page_multiple:
+            laid = _scales_after_numbers(own, order, spec.row_format.page_multiple, make)
+            found.update(zip((layer.layer_id for layer in alike), laid, strict=True))
+            continue
         laid = _lay_out(own, order, spec.row_width(alike[0]), make)
         if apart := spec.width_apart(alike[0]):
             laid = [
@@ -175,6 +179,32 @@ def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int, make: Callable[
         )
         found.append(KVLayer(key, value[0] if value else None, view(own, start)))
     return found
+
+
+def _scales_after_numbers(
+    spec: KVPoolSpec, order: Sequence[str], multiple: int, make: Callable[..., torch.Tensor]
+) -> list[KVLayer]:
+    """Allocate layers whose pages hold a row of numbers for each slot, then a row of scales for each slot, then unused
+    memory up to a ``multiple`` of bytes. A slot has one row for all heads."""
+    inside, apart = spec.row_width(spec.layers[0]), spec.width_apart(spec.layers[0])
+    page = -(-spec.page_size * (inside + apart) // multiple) * multiple
+    step = page + multiple * ("gap" in order)
+    by_layer = order.index("layer") < order.index("page")
+    of_layer, of_page = (spec.pages * step, step) if by_layer else (step, len(spec.layers) * step)
+    memory = make(len(spec.layers) * spec.pages * step, dtype=spec.dtype, device=spec.device)
+
+    def view(layer: int, first: int, width: int) -> torch.Tensor:
+        shape, strides = (spec.pages, spec.page_size, 1, width), (of_page, width, width, 1)
+        return memory.as_strided(shape, strides, layer * of_layer + first)
+
+    return [
+        KVLayer(
+            view(layer, 0, inside),
+            buffer=memory.as_strided((spec.pages, page), (of_page, 1), layer * of_layer),
+            scales=(view(layer, spec.page_size * inside, apart),),
+        )
+        for layer in range(len(spec.layers))
+    ]
 
 
 def slot_dims(view: torch.Tensor, slots: int) -> int:

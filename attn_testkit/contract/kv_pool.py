@@ -50,7 +50,9 @@ class KVPool:
 
     In a pool with a ``row_format`` a row is bytes: D and Dv are the bytes of a row, the dtype is uint8, and of MLA the
     value buffer is the key buffer. ``rows_of`` has the planes of a row, and ``get_planes`` views of them. Separate
-    scales do not count in D and Dv: they are stored in separate memory, in the same order of axes.
+    scales do not count in D and Dv: they are stored in separate memory, in the same order of axes. If
+    ``RowFormat.page_multiple`` is not 0, a page has the scales of its slots after all their numbers, and
+    ``get_layer_buffer`` is [pages, bytes of a page] uint8, strided where the layout has more memory between pages.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class KVPool:
         """Views of K and V that rows are stored through, each with the sizes of its dimensions that count slots; then
         those of separate scales."""
         views = self._views(layer_id, self.num_slots) or self.memory[layer_id].parts
+        if self.one_row:
+            views = views[:1]
         return [
             (view, tuple(view.shape[: slot_dims(view, self.num_slots)]))
             for view in (*views, *self.memory[layer_id].scales)

@@ -26,7 +26,8 @@ class KVPools(Declared):
 
     kv_dtypes: Set[str] = frozenset({"same"})
     """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or rows of a format of
-    ``contract/row_format.py``. Their scales are stored in the row or separately: ``fp8_ds_mla`` for MLA in bf16;
+    ``contract/row_format.py``. Their scales are stored in the row or separately: ``fp8_ds_mla``, ``nvfp4_ds_mla``,
+    ``fp8_ds_mla_v4`` and ``fp8_ds_mla_v41`` for MLA in bf16;
     ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16``, ``int4_group8``,
     ``int8_zeros_per_token_head`` and ``int4_zeros_per_token_head`` for K and V."""
     ties: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -26,6 +26,7 @@ __all__ = [
     "LATENT_FORMATS",
     "POWER_OF_TWO",
     "RANGE",
+    "ROPE_IN_VALUE",
     "ROW_FORMATS",
     "TIES",
     "UINT4",
@@ -103,9 +104,23 @@ def codes_of(numbers: torch.Tensor, dtype: torch.dtype, ties: str = "even") -> t
     return numbers.to(dtype).view(torch.uint8)
 
 
+def _as_stored(entries: torch.Tensor, plane: Plane, dim: int = -1) -> torch.Tensor:
+    """``entries`` of the tiles of a plane, in the order in which they are stored."""
+    if plane.stride == 1:
+        return entries
+    return in_tiles(entries.movedim(dim, -1), plane.stride).mT.flatten(-2).movedim(-1, dim)
+
+
+def _by_tile(stored: torch.Tensor, plane: Plane, dim: int = -1) -> torch.Tensor:
+    """The reverse of ``_as_stored``."""
+    if plane.stride == 1:
+        return stored
+    return in_tiles(stored.movedim(dim, -1), stored.shape[dim] // plane.stride).mT.flatten(-2).movedim(-1, dim)
+
+
 def _bytes_of(numbers: torch.Tensor, plane: Plane) -> torch.Tensor:
     """[..., bytes] uint8: ``numbers`` [..., n] in the dtype of a plane."""
-    dtype = plane.dtype
+    dtype, numbers = plane.dtype, _as_stored(numbers, plane)
     if dtype in HALVES:
         codes = codes_of(numbers.float(), dtype, plane.halfway or "even")
         if plane.split:
@@ -136,7 +151,7 @@ def _numbers_of(raw: torch.Tensor, plane: Plane) -> torch.Tensor:
     if dtype == POWER_OF_TWO:
         numbers = (raw.to(torch.int32) << 23).view(torch.float32)
         return numbers.masked_fill(raw == 0, 2.0**-127).masked_fill(raw == ALL_NAN, math.nan)
-    return raw.contiguous().view(dtype).float()
+    return _by_tile(raw.contiguous().view(dtype).float(), plane)
 
 
 @dataclass(frozen=True)
@@ -150,10 +165,10 @@ class Plane:
     tile: int = 1
     """1: numbers of the key. N: one scale for N numbers each. 0: one scale for all numbers of the row."""
     rule: str = "amax"
-    """Scale of a tile. ``amax``: its largest magnitude over the largest number of the dtype. ``power_of_two``: that
-    quotient, rounded up to a power of two. ``range``: the difference of its largest and smallest value over the largest
-    number. ``zero``: no scale, but the number that means 0: minus the smallest value over the scale. It need not be
-    an integer. A value is then (number - zero) * scale."""
+    """Scale of a tile. ``amax``: its largest magnitude over the largest number of the dtype. ``up``: that quotient,
+    rounded up to a number of the dtype of scales. ``power_of_two``: rounded up to a power of two. ``range``: the
+    difference of its largest and smallest value over the largest number. ``zero``: no scale, but the number that means
+    0: minus the smallest value over the scale. It need not be an integer. A value is then (number - zero) * scale."""
     smallest: float = torch.finfo(torch.float32).tiny
     """Smallest scale."""
     halfway: str = ""
@@ -163,6 +178,11 @@ class Plane:
     split: bool = False
     """Numbers of 4 bits. True: the lower halves of the bytes hold the first half of the part, and the upper ones the
     second. False: adjacent numbers share a byte."""
+    stride: int = 1
+    """Scales. N: those of the tiles 0, N, 2 N, ... are stored first, then those of 1, N + 1, ..., so that a thread
+    loads all that it needs at once. 1: they are stored in the order of tiles."""
+    unused: int = 0
+    """Bytes after the plane that mean nothing. Stores write anything there, or nothing."""
     least: float = 2.0**-14
     """Test data: least magnitude of the largest number of a tile, so that its scale is not the smallest one."""
 
@@ -175,6 +195,17 @@ class Plane:
         """Bytes of the plane in a row, for a part of ``width`` numbers."""
         entries = width // (self.tile or width)
         return entries // 2 if self.dtype in HALVES else entries * self.dtype.itemsize
+
+    def rounded(self, exact: torch.Tensor) -> torch.Tensor:
+        """Float32 scales ``exact`` [...] as the plane stores them, float32."""
+        if self.rule == "power_of_two":
+            return next_power_of_two(exact)
+        exact = exact.clamp(max=LARGEST.get(self.dtype, math.inf))
+        near = exact.to(self.dtype)
+        if self.rule != "up":
+            return near.float()
+        # The codes of positive FP8 numbers ascend.
+        return (near.view(torch.uint8) + (near.float() < exact).to(torch.uint8)).view(self.dtype).float()
 
 
 @dataclass(frozen=True)
@@ -190,14 +221,26 @@ class RowFormat:
     dtypes: Set[str]
     """Dtypes of the model in which such rows exist."""
     apart: bool = False
-    """True: scales, the last planes, are stored separately: ``KVPool.get_scale_pages``. False: in the row."""
+    """True: scales, the last planes, are not stored in the row: ``KVPool.get_scale_pages``. False: in the row."""
+    page_multiple: int = 0
+    """N: a page has the other planes of all its rows first, then the scales of all its rows, and a multiple of N bytes.
+    0: if scales are stored separately, they have memory of their own."""
+    rope_in_value: int | None = None
+    """N: the value of a token is its whole key, and the last N numbers are the plane ``rope`` (DeepSeek V4). 0: that
+    part is packed like all others. None: in MLA the rope part comes after the value."""
     layer_scale: str = "none"
     """Scale that a row is divided by before it is packed. ``tensor``: ``AttentionLayer.k_scale`` and ``v_scale``.
     ``head``: ``k_head_scales`` and ``v_head_scales``, which change in place between steps. ``none``: there is none."""
 
     def of(self, layer: AttentionLayer) -> PackedRows:
         """The rows of a layer."""
-        return PackedRows(self, layer.kv_lora_rank or layer.head_dim, layer.head_dim)
+        latent = layer.kv_lora_rank or layer.head_dim
+        return PackedRows(self, latent - (self.rope_in_value or 0), layer.head_dim)
+
+    @property
+    def own_memory(self) -> bool:
+        """True if scales have memory of their own: they are neither in the row nor in its page."""
+        return self.apart and not self.page_multiple
 
     @property
     def lets_declare_ties(self) -> bool:
@@ -212,10 +255,14 @@ class RowFormat:
         ruled = (replace(each, halfway=ties) if each.dtype in _RULE_DECLARED else each for each in self.planes)
         return replace(self, planes=tuple(ruled))
 
-    def fits(self, layout: HeadLayout, dtype: str, width: int) -> bool:
-        """True if there are such rows for values of ``width`` numbers, which are whole tiles."""
-        tiles = all(width % (plane.tile or 1) == 0 for plane in self.planes)
-        return layout.values_in_keys == self.latent and not layout.has_state and dtype in self.dtypes and tiles
+    def fits(self, layout: HeadLayout, dtype: str, width: int, rope: int | None = None) -> bool:
+        """True if there are such rows for values of ``width`` numbers, which are whole tiles. ``rope``: numbers of a
+        key after its value; None: any."""
+        tiled = width - (self.rope_in_value or 0)
+        tiles = tiled > 0 and all(tiled % ((plane.tile or 1) * plane.stride) == 0 for plane in self.planes)
+        after = rope is None or not self.latent or (rope == 0) == (self.rope_in_value is not None)
+        kind = layout.values_in_keys == self.latent and not layout.has_state
+        return kind and dtype in self.dtypes and tiles and after
 
     @property
     def rounds_halfway(self) -> bool:
@@ -226,9 +273,12 @@ class RowFormat:
     def needs(self) -> str:
         """Layers that have such rows, in words."""
         kind = "a latent row per token" if self.latent else "keys and values of each KV head"
-        widest = max(plane.tile for plane in self.planes)
+        if self.rope_in_value is not None:
+            kind += " that is the value as a whole (mla_rope_dims={0})"
+        widest = max(plane.tile * plane.stride for plane in self.planes)
         tiles = f", in whole tiles of {widest} numbers" if widest > 1 else ""
-        return f"{kind}, in {' or '.join(sorted(self.dtypes))}{tiles}"
+        but = f" and {self.rope_in_value} more" if self.rope_in_value else ""
+        return f"{kind}, in {' or '.join(sorted(self.dtypes))}{tiles}{but}"
 
 
 _DS_MLA = (
@@ -237,6 +287,22 @@ _DS_MLA = (
     Plane("rope", torch.bfloat16, "rope"),
 )
 _BF16 = frozenset({"bf16"})
+
+
+# Servers differ in the smallest scale, which no tile of the kit's keys needs: 1e-4 (FlashMLA), or that of a largest
+# magnitude of 1e-4 (vLLM) or 1e-8 (SGLang).
+_POWERS = Plane(
+    "scales", POWER_OF_TWO, "latent", tile=64, rule="power_of_two", smallest=1e-4, least=2.0**-4, unused=1
+)  # fmt: skip
+_DS_V4 = _DS_MLA[0], _DS_MLA[2], _POWERS
+_DS_V41 = _DS_MLA[0], replace(_POWERS, tile=32, unused=0)
+_DS_FP4 = (
+    Plane("numbers", FP4, "latent"),
+    Plane("rope", torch.float8_e4m3fn, "rope", halfway="even"),
+    Plane(
+        "scales", torch.float8_e4m3fn, "latent", tile=16, rule="up", smallest=_SMALLEST_E4M3, least=2.0**-5, stride=4
+    ),
+)
 
 
 def _per_token_head(dtype: torch.dtype, halfway: str = "") -> tuple[Plane, ...]:
@@ -263,6 +329,13 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
             latent=True,
             dtypes=_BF16,
         ),
+        RowFormat("nvfp4_ds_mla", _DS_FP4, latent=True, dtypes=_BF16),
+        RowFormat(
+            "fp8_ds_mla_v4", _DS_V4, latent=True, dtypes=_BF16, apart=True, page_multiple=576, rope_in_value=64
+        ),
+        RowFormat(
+            "fp8_ds_mla_v41", _DS_V41, latent=True, dtypes=_BF16, apart=True, page_multiple=512, rope_in_value=0
+        ),
         RowFormat("int8_per_token_head", _per_token_head(torch.int8), latent=False, dtypes=_BF16),
         RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn, "even"), latent=False, dtypes=_BF16),
         RowFormat("int8_per_token_head_apart", _per_token_head(torch.int8), latent=False, dtypes=_BF16, apart=True),
@@ -288,7 +361,13 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 }  # fmt: skip
 """``fp8_ds_mla``: FP8 rows of FlashMLA with scales, as SGLang has them for DeepSeek V3.2. With a latent part of 512 and
 a rope part of 64 a row has 656 bytes: 512 of e4m3, 16 of scales, 128 of bfloat16. ``fp8_ds_mla_pow2``: the same with
-scales that are powers of two, and 2^-13 at least, as vLLM has them (vLLM #49435).
+scales that are powers of two, and 2^-13 at least, as vLLM has them (vLLM #49435). ``nvfp4_ds_mla``: 352 bytes: 256 of
+e2m1, 64 of e4m3 without a scale for the rope part, and 32 scales of e4m3 (vLLM #51724, FlashMLA of vLLM #18).
+
+``fp8_ds_mla_v4``: rows of DeepSeek V4, 584 bytes: 448 of e4m3 and 128 of bfloat16, and after those of a whole page 8 of
+scales: 7 and one that is unused (``MODEL1_FP8Sparse`` of FlashMLA, ``DeepSeekV4SingleKVPool`` of SGLang).
+``fp8_ds_mla_v41``: of V4.1, 528 bytes: 512 of e4m3, and after those of a whole page 16 of scales (vLLM #56893, SGLang
+#39123).
 
 ``int8_per_token_head`` and ``fp8_per_token_head``: a float32 scale per token and KV head after the numbers of its row,
 as vLLM has them (``TritonAttentionBackend.customize_spec``, ``_reshape_cache_per_token_head``);
@@ -304,6 +383,8 @@ dtype (``_quant_int8`` and ``_quant_int4`` of its ``fill_kv_cache``)."""
 
 LATENT_FORMATS = frozenset(name for name, each in ROW_FORMATS.items() if each.latent)
 """Formats of MLA. The others are of K and V."""
+ROPE_IN_VALUE = frozenset(name for name, each in ROW_FORMATS.items() if each.rope_in_value is not None)
+"""Formats of latent rows that are the value as a whole. In the other ones of MLA the rope part comes after it."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +393,7 @@ class PackedRows:
 
     format: RowFormat
     latent: int
-    """Numbers of the latent part, from the first one on; all of a row outside of MLA."""
+    """Numbers of the latent part, from the first one on, without a rope part; all of a row outside of MLA."""
     width: int
     """Numbers of a key."""
 
@@ -325,24 +406,26 @@ class PackedRows:
     @cached_property
     def offsets(self) -> Mapping[str, tuple[int, int]]:
         """Plane -> its first byte in a row, and the byte after its last, as if no plane were separate."""
-        found, end = dict[str, tuple[int, int]](), 0
+        found, first = dict[str, tuple[int, int]](), 0
         for plane in self.format.planes:
             part = self.part(plane)
-            first, end = end, end + plane.nbytes(part.stop - part.start)
-            found[plane.name] = first, end
+            last = first + plane.nbytes(part.stop - part.start)
+            found[plane.name] = first, last
+            first = last + plane.unused
         return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of a row, separate scales included."""
-        return max(end for _, end in self.offsets.values())
+        last = self.format.planes[-1]
+        return self.offsets[last.name][1] + last.unused
 
     @property
     def nbytes_apart(self) -> int:
         """Bytes of a row that are stored separately: its last ones."""
         if not self.format.apart:
             return 0
-        return sum(end - first for first, end in (self.offsets[plane.name] for plane in self.scale_planes))
+        return self.nbytes - min(self.offsets[plane.name][0] for plane in self.scale_planes)
 
     @property
     def scale_planes(self) -> tuple[Plane, ...]:
@@ -352,6 +435,24 @@ class PackedRows:
     def raw(self, rows: torch.Tensor, plane: Plane) -> torch.Tensor:
         """View of the bytes of a plane of ``rows`` [..., bytes] uint8."""
         return rows[..., slice(*self.offsets[plane.name])]
+
+    def unused(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the bytes of ``rows`` [..., bytes] that mean nothing, one per plane that has any."""
+        ends = ((self.offsets[plane.name][1], plane.unused) for plane in self.format.planes if plane.unused)
+        return [rows[..., first : first + count] for first, count in ends]
+
+    def by_tile(self, rows: torch.Tensor, plane: Plane, tiles: int) -> torch.Tensor:
+        """[..., tiles, bytes] uint8: the bytes that a plane of ``rows`` has for each tile, in the order of tiles."""
+        raw = self.raw(rows, plane)
+        return _by_tile(in_tiles(raw, raw.shape[-1] // tiles), plane, -2)
+
+    def put_by_tile(self, rows: torch.Tensor, plane: Plane, held: torch.Tensor) -> None:
+        """Store ``held`` [..., tiles, bytes], as ``by_tile`` returns them, in a plane of ``rows``."""
+        self.raw(rows, plane).copy_(_as_stored(held, plane, -2).flatten(-2))
+
+    def numbers_in(self, rows: torch.Tensor, plane: Plane) -> torch.Tensor:
+        """[..., n] float32: the numbers of a plane of ``rows`` [..., bytes] uint8; scales in the order of tiles."""
+        return _numbers_of(self.raw(rows, plane), plane)
 
     def planes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of the planes of ``rows`` [..., bytes] uint8: [..., numbers] each, by name. 4-bit ones: bytes."""
@@ -395,10 +496,7 @@ class PackedRows:
 
     def scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: scales of the numbers of ``keys`` [..., width] that a plane of scales is for."""
-        exact = self.exact_scales(plane, keys)
-        if plane.rule == "power_of_two":
-            return next_power_of_two(exact)
-        return exact.clamp(max=LARGEST.get(plane.dtype, math.inf)).to(plane.dtype).float()
+        return plane.rounded(self.exact_scales(plane, keys))
 
     def exact_scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: the same before they are rounded to the dtype of scales."""
@@ -422,6 +520,9 @@ class PackedRows:
             elif self.scales_of(plane) is not None:
                 part = self.quotients(plane, keys).flatten(-2)
             found.append(_bytes_of(part, plane))
+            if plane.unused:
+                # As poison: a reader takes it for NaN.
+                found.append(torch.full_like(found[-1][..., : plane.unused], ALL_NAN))
         return torch.cat(found, -1)
 
     def quotients(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
@@ -437,13 +538,12 @@ class PackedRows:
         for plane in self.format.planes:
             if plane.is_scales:
                 continue
-            numbers, scales = _numbers_of(self.raw(rows, plane), plane).to(dtype), self.scales_of(plane)
+            numbers, scales = self.numbers_in(rows, plane).to(dtype), self.scales_of(plane)
             if (zeros := self.zeros_of(plane)) is not None:
-                numbers = (
-                    in_tiles(numbers, zeros.tile) - _numbers_of(self.raw(rows, zeros), zeros).to(dtype)[..., None]
-                ).flatten(-2)
+                held = self.numbers_in(rows, zeros).to(dtype)
+                numbers = (in_tiles(numbers, zeros.tile) - held[..., None]).flatten(-2)
             if scales is not None:
-                held = _numbers_of(self.raw(rows, scales), scales).to(dtype)
+                held = self.numbers_in(rows, scales).to(dtype)
                 numbers = (in_tiles(numbers, scales.tile) * held[..., None]).flatten(-2)
             keys[..., self.part(plane)] = numbers
         return keys

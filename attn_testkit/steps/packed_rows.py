@@ -160,9 +160,8 @@ def _most(packed: PackedRows, scales: Plane, keys: torch.Tensor) -> torch.Tensor
         return torch.where(near, below * LARGEST[of] * _A_UNIT_LESS, torch.inf)
     if scales.dtype == torch.float32:
         return torch.full_like(exact, torch.inf)
-    largest = LARGEST.get(scales.dtype, torch.inf)
-    low, high = ((exact * (1 + off)).clamp(max=largest).to(scales.dtype) for off in (-_NEAR_TIE, _NEAR_TIE))
-    return torch.where(low.float() != high.float(), exact * LARGEST[of] * _A_UNIT_LESS, torch.inf)
+    low, high = (scales.rounded(exact * (1 + off)) for off in (-_NEAR_TIE, _NEAR_TIE))
+    return torch.where(low != high, exact * LARGEST[of] * _A_UNIT_LESS, torch.inf)
 
 
 _ROWS, _ONE_LEFT, _SOME = 0.125, 0.25, 0.5
@@ -193,9 +192,11 @@ def zero_tiles(packed: PackedRows, shape: torch.Size, seed: int, ends: tuple[int
 def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """A copy of ``rows`` with the scales of ``want``, if they differ only by rounding. [..., bytes] uint8. Tiles of
     zeros are replaced by those of ``want``, too, if all of their products are 0: servers store a scale of 0, the
-    smallest scale or 1, and any value next to a scale of 0.
+    smallest scale or 1, and any value next to a scale of 0. So are bytes that mean nothing.
     """
     rows = rows.clone()
+    for got, due in zip(packed.unused(rows), packed.unused(want), strict=True):
+        got.copy_(due)
     for plane in packed.scale_planes if rows.numel() else ():
         if plane.dtype == torch.float32:
             got, due = (packed.planes(each)[plane.name] for each in (rows, want))
@@ -208,14 +209,9 @@ def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torc
             continue
         for each in packed.format.planes:
             if each.of == plane.of:
-                tiles, own = (_by_tile(packed.raw(of, each), zeros.shape[-2]) for of in (rows, want))
-                tiles.copy_(torch.where(zeros, own, tiles))
+                own, due = (packed.by_tile(of, each, zeros.shape[-2]) for of in (rows, want))
+                packed.put_by_tile(rows, each, torch.where(zeros, due, own))
     return rows
-
-
-def _by_tile(raw: torch.Tensor, tiles: int) -> torch.Tensor:
-    """View of bytes [..., bytes] of a plane as [..., tiles, bytes]."""
-    return raw.unflatten(-1, (tiles, -1))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def holds_zeros(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tensor:

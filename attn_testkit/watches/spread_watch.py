@@ -44,7 +44,8 @@ class SpreadWatch:
     def __init__(self, pool: KVPool, schedule: Schedule) -> None:
         first, size = pool.layers[0], pool.dtype.itemsize
         self._shape = len(pool.layers), first.head_layout.pool_rows
-        self._row = first.tp_k_head_num, pool.spec.row_width(first)
+        self._apart = pool.spec.width_apart(first)
+        self._row = first.tp_k_head_num, pool.spec.row_width(first) + self._apart
         self.bits = BITS[size]
         """Integer dtype of an element's bits."""
         self._pool, self._device, self._dtype = PoolRows.of(pool), pool.device, pool.dtype
@@ -55,11 +56,29 @@ class SpreadWatch:
             torch.from_numpy(slots_around(self._places, pool.num_slots, pool.page_size)), self._device
         )
         """Pool slots next to those of the schedule, [n]: unowned, and filled with NaN."""
-        self._beside = self._pool.take(self._around)
+        self._beside = self._take(self._around)
         """Expected contents of these."""
-        self._before = self._pool.take(self._on_device)
+        self._before = self._take(self._on_device)
         """Expected contents of the slots, the bytes of [L, 2 or 1, slots, Hk, Dqk]."""
         self.clear()
+
+    def _take(self, slots: torch.Tensor) -> torch.Tensor:
+        """Copy the bytes of [L, 2 or 1, n, Hk, Dqk] of ``slots`` [n]. Scales that are elsewhere follow their row."""
+        found = self._pool.take(slots)
+        if not self._apart:
+            return found
+        parts, (heads, row) = found.view(math.prod(self._shape), -1), self._row
+        inside = len(slots) * heads * (row - self._apart)
+        pair = parts[:, :inside].reshape(-1, row - self._apart), parts[:, inside:].reshape(-1, self._apart)
+        return torch.cat(pair, -1).view(-1)
+
+    def _store(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store ``rows``, as ``_take`` returns them, in ``slots`` [n]."""
+        if self._apart:
+            each = rows.view(math.prod(self._shape), -1, self._row[1])
+            pair = each[..., : -self._apart].flatten(1), each[..., -self._apart :].flatten(1)
+            rows = torch.cat(pair, -1).view(-1)
+        self._pool.put(slots, rows)
 
     def _by_slot(self, rows: torch.Tensor) -> torch.Tensor:
         """View the bytes of all slots as [L * 2 or L, slots, bytes]."""
@@ -70,8 +89,8 @@ class SpreadWatch:
         return rows.view(math.prod(self._shape), len(self._around), -1)
 
     def _put(self) -> None:
-        self._pool.put(self._on_device, self._before)
-        self._pool.put(self._around, self._beside)
+        self._store(self._on_device, self._before)
+        self._store(self._around, self._beside)
 
     def fill(self, name: object, held: Callable[[], tuple[_Ints, Bytes]], unowned: float) -> None:
         """Do the work of ``PoolWatch.fill`` for the slots of the schedule."""
@@ -104,7 +123,7 @@ class SpreadWatch:
 
     def _changed(self) -> torch.Tensor:
         """Flags [slots] uint8: not 0 if a slot has wrong contents."""
-        now = self._by_slot(self._pool.take(self._on_device))
+        now = self._by_slot(self._take(self._on_device))
         return torch.ne(now, self._by_slot(self._before)).any(2).any(0).view(torch.uint8)
 
     def written_since_clear(self) -> _Ints:
@@ -114,15 +133,15 @@ class SpreadWatch:
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Do the work of ``PoolWatch.look``: the wanted rows are those of ``due``."""
-        rows = self._pool.take(self._on_device[due])
-        beside = self._of_slots(self._pool.take(self._around)), self._of_slots(self._beside)
+        rows = self._take(self._on_device[due])
+        beside = self._of_slots(self._take(self._around)), self._of_slots(self._beside)
         differs = torch.ne(*beside).any(2).any(0).view(torch.uint8)
         return (self._changed(), slots), (rows, self._pool.bytes_of(count)), (differs, len(self._around))
 
     def written(self, due: _Ints, found: Sequence[Bytes]) -> tuple[_Ints, Bytes, tuple[int, ...]]:
         """Do the work of ``PoolWatch.written``."""
         changed: _Ints = np.flatnonzero(found[0])
-        rows = self._pool.take(self._on_device[upload(torch.from_numpy(changed), self._device)]).cpu().numpy()
+        rows = self._take(self._on_device[upload(torch.from_numpy(changed), self._device)]).cpu().numpy()
         return changed, rows, (*self._shape, len(changed), *self._row)
 
     def outside(self, found: Sequence[Bytes]) -> _Ints:

@@ -77,9 +77,9 @@ def with_word(case_id: str, word: str) -> str:
     if word.startswith("encoder"):
         # A sequence is encoded at once.
         parts = ["k0x3" if part.startswith("k0.") else part for part in parts]
-    if word.startswith("kvfp8dsmla"):
+    if word.endswith("dsmla") or word.startswith("kvfp8dsmla"):
         # Packed rows are latent ones, in whole tiles.
-        parts[:2] = ["mla4", "d128r64"]
+        parts[:2] = ["mla4", "d128" if "v4" in word else "d128r64"]
     kind = kind_of(word)
     # A tree takes the chain's place.
     same = [at for at, part in enumerate(parts) if kind_of(part) is kind or (part == "chain5" and word[0] == "t")]

@@ -11,7 +11,7 @@ from in_process import check_backend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.features.data_pattern import HALFWAY
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import ROW_FORMATS, ForwardMode, KVPools
+from attn_testkit.contract import ROPE_IN_VALUE, ROW_FORMATS, ForwardMode, KVPools
 from attn_testkit.contract.row_format import FP4_TIES, TIES, PackedRows, in_tiles
 from attn_testkit.families.by_layer import layers as layers_of
 from attn_testkit.steps.packed_rows import with_halfway_numbers
@@ -26,7 +26,8 @@ FP4_BOTH = STORED.replace("kvfp8pertokenhead", "kv{}")
 
 def rows_of(name: str) -> tuple[PackedRows, torch.Tensor]:
     """Rows of a format, and halfway keys [32, width] in bf16."""
-    heads = "mla4-d256r64" if ROW_FORMATS[name].latent else "gqa8x2-d64"
+    rope = "" if name in ROPE_IN_VALUE else "r64"
+    heads = f"mla4-d256{rope}" if ROW_FORMATS[name].latent else "gqa8x2-d64"
     word = name.replace("_", "")
     selects = "-sel16" if ROW_FORMATS[name].latent else ""
     case = parse_case(f"decode-{heads}-bf16-p16-k17.32-shuffled-halfway-kv{word}{selects}-b2prod")
@@ -36,13 +37,16 @@ def rows_of(name: str) -> tuple[PackedRows, torch.Tensor]:
 
 
 def test_formats_of_fp8_have_a_rule_and_those_whose_stores_differ_have_none() -> None:
-    assert WITH_RULE == ["fp8_ds_mla", "fp8_ds_mla_pow2", "fp8_per_head", "fp8_per_token_head"]
+    assert WITH_RULE == [
+        "fp8_ds_mla", "fp8_ds_mla_pow2", "fp8_ds_mla_v4", "fp8_ds_mla_v41", "fp8_per_head", "fp8_per_token_head",
+        "nvfp4_ds_mla",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITH_RULE)
 def test_each_quotient_is_exactly_between_two_numbers_and_packed_as_the_even_one(name: str) -> None:
     packed, keys = rows_of(name)
-    plane = packed.format.planes[0]
+    plane = next(each for each in packed.format.planes if each.halfway)
     scales = packed.scales_of(plane)
     unit = 2.0**-8 if scales else 1.0
     if scales:
@@ -63,7 +67,7 @@ def test_each_quotient_is_exactly_between_two_numbers_and_packed_as_the_even_one
 @pytest.mark.parametrize("name", WITH_RULE)
 def test_scales_and_quotients_are_the_same_by_division_and_by_reciprocals(name: str) -> None:
     packed, keys = rows_of(name)
-    scales = packed.scales_of(packed.format.planes[0])
+    scales = packed.scales_of(next(each for each in packed.format.planes if each.halfway))
     if scales is None:
         return
     tiles = in_tiles(keys[..., packed.part(scales)].float(), scales.tile)

@@ -17,6 +17,7 @@ from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.backends.torch_native_sparse import TorchNativeSparsePackedPagesBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Execution
 from attn_testkit.environment import resolve
@@ -68,6 +69,29 @@ def test_requests_have_their_keys_at_the_places_that_the_table_says_and_all_else
         owned |= set(places.tolist())
     free = torch.tensor([place for place in PLACES.tolist() if place not in owned])
     assert bool(pool[free].isnan().all())
+
+
+def test_scales_after_the_numbers_of_a_page_are_filled_and_watched_with_their_row() -> None:
+    schedule = make_schedule(
+        parse_case("decode-mla2-d128-bf16-p16-k9.37.1-shuffled-gauss-kvfp8dsmlav4-sel16-layers1from0-b4prod-bigpool")
+    )
+    step, places = schedule.steps[0], torch.from_numpy(slot_map(schedule, 0))
+    with torch.no_grad(), emulated_cuda():
+        server = ServerHarness(TorchNativeSparsePackedPagesBackend, [schedule], torch.device("cuda"))
+        staged, pool = server.load(schedule, step), server.context.kv_pool
+        numbers, scales = pool.get_kv_pages(0)[0], pool.get_scale_pages(0)[0]
+        for index, request in enumerate(step.requests):
+            at = places[request.slots[: request.prefix]]
+            held = torch.cat((numbers[at // 16, at % 16], scales[at // 16, at % 16]), -1).cpu()
+            assert torch.equal(held, staged.data.stored_keys[0, index, : request.prefix])
+        slot = int(step.requests[1].slots[0])
+        scales[places[slot] // 16, places[slot] % 16, 0, 0] ^= 1
+        found = [part.cpu().numpy() for part, _ in server.pool.look(len(places), torch.tensor([slot]), 1)]
+        changed, rows, shape = server.pool.written(torch.tensor([slot]).numpy(), found)
+    assert changed.tolist() == [slot]
+    want = staged.data.stored_keys[0, 1, 0].clone()
+    want[0, 192] ^= 1
+    assert torch.equal(torch.from_numpy(rows.copy()).view(shape)[0, 0, 0], want)
 
 
 def test_new_rows_lie_where_out_cache_loc_says_and_a_stray_one_is_seen(server: ServerHarness) -> None:

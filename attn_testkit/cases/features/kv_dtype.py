@@ -49,9 +49,10 @@ _WORDS = {_word(kv_dtype): kv_dtype for kv_dtype in KV_DTYPES if kv_dtype != "sa
 
 def _wrong(case: Fields) -> str:
     form = ROW_FORMATS.get(case.kv_dtype)
-    if form is None or form.fits(case.heads.layout, case.dtype, case.head_dim):
+    if form is None or form.fits(case.heads.layout, case.dtype, case.head_dim, case.rope_dim):
         return ""
-    return f"{case.kv_dtype} with {case.heads} of {case.head_dim} in {case.dtype}: such rows are of {form.needs}"
+    rope = f" and a rope part of {case.rope_dim}" if form.latent and case.rope_dim else ""
+    return f"{case.kv_dtype} with {case.heads} of {case.head_dim}{rope} in {case.dtype}: such rows are of {form.needs}"
 
 
 KV_DTYPE = Feature(
@@ -69,7 +70,7 @@ KV_DTYPE = Feature(
         ),
         Trait(
             "scales of the pool in memory of their own",
-            lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].apart,
+            lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].own_memory,
         ),
     ),
     wrong=_wrong,
@@ -86,6 +87,27 @@ KV_DTYPE = Feature(
             "A row of the KV pool is 512 FP8 numbers, a float32 scale for each 128 of them, and a bf16 rope "
             "part. Scales are the largest number over 448, or powers of two (pow2).",
             also=("fp8_ds_mla", "656-byte row", "packed row", "kvfp8dsmlapow2", "fp8_ds_mla_pow2"),
+        ),
+        Entry(
+            "kvnvfp4dsmla",
+            "A row of the KV pool is 512 FP4 (e2m1) numbers, an FP8 rope part without a scale, and an e4m3 scale for "
+            "each 16 numbers. Scales of every fourth tile are adjacent.",
+            also=("nvfp4_ds_mla", "352-byte row"),
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "kvfp8dsmlav4",
+            "Rows of DeepSeek V4: 448 FP8 numbers and a bf16 rope part, all of it value; after those of a whole page a "
+            "power of two as scale for each 64 numbers.",
+            also=("fp8_ds_mla_v4", "584-byte row"),
+            page="how-to/selected-keys.md",
+        ),
+        Entry(
+            "kvfp8dsmlav41",
+            "Rows of DeepSeek V4.1: 512 FP8 numbers, all of it value; after those of a whole page a power of two as "
+            "scale for each 32 numbers.",
+            also=("fp8_ds_mla_v41", "528-byte row"),
+            page="how-to/selected-keys.md",
         ),
         Entry(
             "kvint8pertokenhead",

@@ -24,14 +24,24 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
             text = f"{name}, by which packed rows are divided before they are stored, is left out"
             yield f"{text}: the result is right without it", replace(data, kv_scales=other)
     for plane in packed.scale_planes:
-        held = [in_tiles(packed.raw(rows, plane), plane.dtype.itemsize) for rows in parts]
+        stored = [in_tiles(packed.raw(rows, plane), plane.dtype.itemsize) for rows in parts]
+        held = [packed.by_tile(rows, plane, raw.shape[-2]) for rows, raw in zip(parts, stored, strict=True)]
         for text, scales in _scales(plane, held, page_size, LARGEST[packed.numbers_of(plane).dtype]):
             misread = [rows.clone() for rows in parts]
             for rows, raw in zip(misread, scales, strict=True):
-                packed.raw(rows, plane).copy_(raw.flatten(-2))
+                packed.put_by_tile(rows, plane, raw)
             if not all(map(torch.equal, misread, parts)):
                 yield f"{text}: the result is right for that", _with(data, misread)
+        if plane.stride > 1:
+            misread = [rows.clone() for rows in parts]
+            for rows, raw in zip(misread, stored, strict=True):
+                packed.put_by_tile(rows, plane, raw)
+            text = f"scales are used in the order of their bytes, and those of every {plane.stride} tiles are together"
+            yield f"in packed rows, {text}: the result is right for that", _with(data, misread)
     yield from _misread_zeros(data, packed, parts)
+    for plane in packed.format.planes:
+        if plane.of == "rope":
+            yield from _misread_rope(data, packed, plane)
     if packed.format.layer_scale == "head":
         heads = "in an FP8 pool with scales of heads, "
         for text, other in (
@@ -46,6 +56,20 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
     if any(plane.split for plane in packed.format.planes):
         text = "the numbers of a byte are read as adjacent numbers, and are half a row apart"
         yield f"{text}. The result is right for that", _with(data, [_as_adjacent(packed, rows) for rows in parts])
+
+
+def _misread_rope(data: StepData, packed: PackedRows, plane: Plane) -> Iterator[tuple[str, StepData]]:
+    """Mistakes about the rope part of latent rows, which ``plane`` holds."""
+    rows = data.stored_keys.clone()
+    held = packed.raw(rows, plane)
+    if plane.dtype == torch.bfloat16:
+        first = held[..., : held.shape[-1] // 2].contiguous().view(torch.float8_e4m3fn)
+        held.copy_(first.bfloat16().view(torch.uint8))
+        yield "in packed rows, the rope part is read as FP8 numbers: the result is right for that", _with(data, [rows])
+    if packed.format.rope_in_value:
+        held.zero_()
+        text = f"the last {packed.format.rope_in_value} numbers of values, the rope part of keys, are left out"
+        yield f"in packed rows, {text}: the result is right without them", replace(data, stored_values=rows)
 
 
 def _misread_zeros(data: StepData, packed: PackedRows, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, StepData]]:
@@ -127,6 +151,8 @@ def _scales(
         f"in packed rows, the {one} of the first tile is used for all tiles",
         each(lambda own: own[..., :1, :].expand_as(own)),
     )
+    pairs = torch.arange(held[0].shape[-2]) // 2 * 2
+    yield f"in packed rows, two tiles share the {one} of the first of them", each(lambda own: own[..., pairs, :])
     key, last = torch.arange(held[0].shape[2]), held[0].shape[2] - 1
     for other, text in (
         ((key - 1).clamp(min=0), "of a key are used for the next key"),

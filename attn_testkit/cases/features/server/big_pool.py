@@ -23,7 +23,7 @@ _NARROW_ROW = 128
 (vllm-xpu-kernels #459), and float32 does not have all of them."""
 _FEW_HEADS = 8
 _NARROWEST = ("bf16", "fp16", "fp32")
-_APART = frozenset(name for name, form in ROW_FORMATS.items() if form.apart)
+_APART = frozenset(name for name, form in ROW_FORMATS.items() if form.own_memory)
 
 
 _CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)

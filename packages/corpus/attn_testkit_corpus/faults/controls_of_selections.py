@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
+from attn_testkit.contract.row_format import in_tiles
 
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerOnRanks, IndexerParent
+from .packed_pages import Fp4RowsParent, PackedPagesParent
 from .s_draft_selections import DraftIndexer
 from .s_non_causal import NonCausalIndexer
 from .s_shared_selections import SelectionInABuffer
@@ -193,6 +195,39 @@ class SparsePackedRowsInBf16(PackedRowsParent):
             tiles = k[..., : plan.layer.kv_lora_rank].float().reshape(*k.shape[:-1], -1, 128)
             rows[..., first:last] = (tiles.abs().amax(-1) * (1 / 448)).clamp(min=1e-38).view(torch.uint8)
         self.context.kv_pool.get_key_buffer(plan.layer.layer_id).index_put_((plan.out_cache_loc.long(),), rows)
+
+
+@control()
+class SparsePackedPages(PackedPagesParent):
+    """Scales after the numbers of a page are found by their first byte in it (FlashMLA, SGLang, vLLM)."""
+
+
+@control()
+class SparsePackedPagesInBf16(PackedPagesParent):
+    """Rows of such pages are stored by reciprocals and logarithms, with 0 as unused byte (vLLM). Keys are rounded to
+    bf16 before both products (FlashMLA)."""
+
+    def rounded(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys.bfloat16().float()
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
+        layer, slot = plan.layer, plan.out_cache_loc.long()
+        page, place = slot // self.context.page_size, slot % self.context.page_size
+        count, key = self.numbers(layer), k[:, 0]
+        tiles = in_tiles(key[:, :count].float(), self.tile)
+        exponents = (tiles.abs().amax(-1).clamp(min=1e-4) * (1 / 448)).log2().ceil()
+        numbers = (tiles * torch.exp2(-exponents)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
+        # An unused byte is stored as 0.
+        scales = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, int(self.is_v4)))
+        rows = torch.cat([numbers.view(torch.uint8), key[:, count:].contiguous().view(torch.uint8)], -1)
+        pages = self.context.kv_pool.get_layer_buffer(layer.layer_id)
+        for held, first in ((rows, self.numbers_at(place, layer)), (scales, self.scales_at(place, layer))):
+            pages[page[:, None], first[:, None] + torch.arange(held.shape[1], device=page.device)] = held
+
+
+@control()
+class SparseFp4Rows(Fp4RowsParent):
+    """FP4 rows of 352 bytes, with scales of every fourth tile together (vLLM)."""
 
 
 @control("sparse-of-wide-pages")

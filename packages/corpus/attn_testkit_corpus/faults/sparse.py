@@ -8,7 +8,6 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.contract import (
-    LATENT_FORMATS,
     AttentionLayer,
     Bounds,
     Capabilities,
@@ -193,7 +192,7 @@ class PackedRowsParent(SparseParent):
 
     capabilities = SparseParent.capabilities.with_changes(
         heads={"families": {"mla"}, "gqa_ratios": {4}, "head_dims": {256}, "mla_rope_dims": {64}},
-        kv_pool={"kv_dtypes": LATENT_FORMATS},
+        kv_pool={"kv_dtypes": {"fp8_ds_mla", "fp8_ds_mla_pow2"}},
         sparse=Sparse(topk={16}, holes=True, empty_rows=True, any_padding=True),
     )
 
@@ -227,18 +226,25 @@ class PackedRowsParent(SparseParent):
     @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
-        selected, latent = self.prepared(plan.selected, plan), plan.layer.kv_lora_rank
+        selected = self.prepared(plan.selected, plan)
         slot, there = self.slots(selected, plan), self.is_key(selected, plan)[..., None]
-        numbers, scales, rope = self.split(kv[0].flatten(0, 2), latent)
+        keys = self.rounded(self.keys(kv[0], slot, plan.layer).masked_fill(~there, 0.0))
+        logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there.mT, -torch.inf)
+        weights = torch.softmax(logits, -1).nan_to_num(nan=0.0)
+        return (weights @ self.values(keys, plan.layer)).to(q.dtype)
+
+    def keys(self, rows: torch.Tensor, slot: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[T, n, width] float32: the keys in ``slot`` [T, n]. ``rows`` [pages, page_size, 1, bytes]: of K."""
+        numbers, scales, rope = self.split(rows.flatten(0, 2), layer.kv_lora_rank)
         of_tiles = self.scales(scales, slot).repeat_interleave(_TILE, -1)
         # Not every device can gather FP8.
         held = numbers.view(torch.uint8)[slot].view(numbers.dtype).float() * of_tiles
         of_rope = in_tiles(rope.view(torch.uint8), rope.dtype.itemsize)[slot].flatten(2).view(rope.dtype)
-        keys = torch.cat([held, of_rope.float()], -1).masked_fill(~there, 0.0)
-        keys = self.rounded(keys)
-        logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there.mT, -torch.inf)
-        weights = torch.softmax(logits, -1).nan_to_num(nan=0.0)
-        return (weights @ keys[..., :latent]).to(q.dtype)
+        return torch.cat([held, of_rope.float()], -1)
+
+    def values(self, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[T, n, Dv]: the values of ``keys`` [T, n, width]."""
+        return keys[..., : layer.kv_lora_rank]
 
 
 class GroupedSparse(SparseParent):

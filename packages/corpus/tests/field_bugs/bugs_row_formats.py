@@ -272,7 +272,7 @@ class ShortPrefillsAreFlat(TorchNativeSparsePackedBackend):
     """Prefills whose contexts are at most topk read packed rows as FP8 numbers."""
 
     capabilities = TorchNativeSparsePackedBackend.capabilities.with_changes(
-        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND}
+        graph=frozenset(ForwardMode) - {ForwardMode.EXTEND}, kv_pool={"kv_dtypes": {"fp8_ds_mla", "fp8_ds_mla_pow2"}}
     )
     longest = 0
 
