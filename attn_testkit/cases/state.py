@@ -55,7 +55,7 @@ class StateShape:
     """States of a case; ``contract/state.py`` has the meaning of the conventions."""
 
     k_dim: int
-    """K: width of a key."""
+    """K: width of a key; 0 if layers compute nothing but a convolution."""
     conv_width: int
     """W: taps of the convolution; 1: none."""
     dtype: str = "fp32"
@@ -87,6 +87,11 @@ class StateShape:
         if self.conv_width == 1:
             return 0
         return self.conv_width - 1 + (nodes - 1 if self.by_slots else 0)
+
+    @property
+    def recurs(self) -> bool:
+        """True if a slot has a state, and not only a window."""
+        return self.k_dim > 0
 
     @property
     def has_longer_windows(self) -> bool:

@@ -107,15 +107,18 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     for name, dims in (("head_dim", declared.heads.head_dims), ("k_dim", state.k_dims)) if row.get("size") else ():
         if row[name] > max(min(dims), _MOST_DIM):
             raise ValueError(f"{name} {row[name]} is more than a large batch needs")
-    if not STATE_KINDS[heads.family].convolves:
+    kind = STATE_KINDS[heads.family]
+    if not kind.convolves:
         if width > 1 and 1 in state.conv_widths:
             raise ValueError(f"layers of {heads.family} have no convolution")
         width = 1
+    if not kind.recurs and width == 1:
+        raise ValueError(f"layers of {heads.family} are a convolution")
     windows = conv_windows_of(state, width, verifies="nodes" in row)
     if row.get("conv_windows", "exact") not in windows and "exact" in state.conv_windows:
         raise ValueError("layers without a convolution have no window")
     shape = StateShape(
-        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
+        row["k_dim"] if kind.recurs else 0, width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
         row.get("rollback", ROLLBACKS[0]), row["snapshots"], continues=row.get("continues", ""),
         conv_windows=row["conv_windows"] if row.get("conv_windows") in windows else windows[0],
     )  # fmt: skip

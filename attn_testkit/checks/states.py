@@ -74,9 +74,9 @@ def _after(observed: Observation) -> _After | None:
 @lru_cache(maxsize=2)
 def _ratios(observed: Observation) -> torch.Tensor | None:
     """Error over limit of each row of a state, its norm and its largest element, [L, E, Hv, V]; NaN is infinite. None
-    where ``_after`` is."""
+    where ``_after`` is, and for layers without a recurrence."""
     after = _after(observed)
-    if after is None:
+    if after is None or not after.states.numel():
         return None
     got, want = after.states.flatten(0, 1), after.want.states.flatten(0, 1)
     worst = torch.empty(want.shape[:-1], dtype=torch.float64)
@@ -450,6 +450,10 @@ def _has_states(case: Case) -> bool:
     return case.state is not None
 
 
+def _recurs(case: Case) -> bool:
+    return case.state is not None and case.state.recurs
+
+
 EVALUATIONS = (
     Evaluation(
         "reads-own-state",
@@ -462,7 +466,7 @@ EVALUATIONS = (
     ),
     Evaluation(
         "verify-keeps-state",
-        shown_by=lambda case: case.state is not None and case.tree is not None and case.state.rollback == "commit",
+        shown_by=lambda case: _recurs(case) and case.tree is not None and not case.by_slots,
         run=lambda comparison, schedule, declared: verify_keeps_state(comparison.observed, schedule.case),
     ),
     Evaluation(
@@ -472,7 +476,7 @@ EVALUATIONS = (
     ),
     Evaluation(
         "state-matches-oracle",
-        shown_by=_has_states,
+        shown_by=_recurs,
         run=lambda comparison, schedule, declared: state_matches_oracle(comparison.observed, schedule.case),
     ),
     Evaluation(

@@ -48,7 +48,7 @@ class State(Declared):
     """
 
     k_dims: Set[int] = frozenset({128})
-    """Widths of a key: K of a state [V, K]."""
+    """Widths of a key: K of a state [V, K]. Layers of kind ``conv`` have none, and K is 0."""
     dtypes: Set[str] = frozenset({"fp32"})
     """Dtypes of the recurrent state: ``fp32``, ``bf16``, ``fp16``. The convolution's window has the model's dtype."""
     conv_widths: Set[int] = frozenset({4})
@@ -149,7 +149,8 @@ def _refused(declared: State, context: BackendContext, state: StateContext) -> I
     layers, verifies = state.layers, ForwardMode.TARGET_VERIFY in context.modes
     if not declared.hybrid and not all(layer.head_layout.has_state for layer in context.layers):
         yield "softmax layers next to layers that keep a state,", True
-    yield from first_outside("width of a key", (layer.k_dim for layer in layers), declared.k_dims)
+    widths = (layer.k_dim for layer in layers if layer.of_kind.recurs)
+    yield from first_outside("width of a key", widths, declared.k_dims)
     yield from first_outside("state dtype", [name_of_dtype(state.pool.dtype)], declared.dtypes)
     yield from first_outside("convolution of width", (layer.conv_width for layer in layers), declared.conv_widths)
     if any(layer.conv_width > 1 for layer in layers):

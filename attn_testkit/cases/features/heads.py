@@ -244,6 +244,13 @@ HEADS = Feature(
             page="how-to/recurrent-states.md",
             numbers=True,
         ),
+        Entry(
+            "conv8",
+            "A short convolution without a recurrence, as in LFM2, of 8 heads.",
+            also=("short convolution", "ShortConv"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
     ),
     describe=lambda case: {"heads": _phrase(case)},
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),

@@ -13,6 +13,7 @@ from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
 from .longer_windows import LongerWindowsParent
 from .r_changing_modes import CommittedStatesKept
+from .r_convolutions import ConvParent
 from .r_gates import ChunksParent, RoundedProductsParent
 from .r_rounding import RoundingParent
 from .r_rwkv import RWKVChunksParent, RWKVParent
@@ -50,6 +51,11 @@ class StatesOfRWKV(RWKVParent):
 @control()
 class StatesOfRWKVByChunks(RWKVChunksParent):
     """RWKV-7 with the transition of a chunk of 16 rows as one matrix for each head, as chunked kernels."""
+
+
+@control()
+class ConvolutionsAsTheyAre(ConvParent):
+    """Short convolutions without a recurrence, row by row, as in LFM2 and in the draft model of Inkling."""
 
 
 @control()
