@@ -249,7 +249,10 @@ class TorchNativeStateBackend(StateBackend):
 
     @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
-        """Copy from scratch to slots."""
+        """Copy from scratch, or from the slots of nodes, to the slots of requests."""
+        if state.num_accepted is not None:
+            self.move_to_first_slots(steps.long(), state.indices.long())
+            return
         self.copy_nodes(steps.long(), state.indices.long(), state.indices > 0)
         if state.snapshot is not None:
             self.copy_nodes(state.snapshot.rows.long() - 1, state.snapshot.slots, state.snapshot.slots > 0)
@@ -261,6 +264,20 @@ class TorchNativeStateBackend(StateBackend):
         for layer in self.states.layers:
             for pool, scratch in zip(self.pools(layer), self.scratch(layer), strict=True):
                 self.store(pool, scratch[place, steps.clamp(min=0)], index.clamp(min=0), live & (steps >= 0))
+
+    def move_to_first_slots(self, steps: torch.Tensor, lists: torch.Tensor) -> None:
+        """Move the state of node ``steps`` [bs] int64 to the first slot of ``lists`` [bs, N], and the window to column
+        0 of that slot. Columns are gathered before any is written, because the two ranges overlap."""
+        live, lists, steps = self.stores(lists[:, 0]) & (steps >= 0), lists.clamp(min=0), steps.clamp(min=0)
+        first, source = lists[:, 0], lists.gather(1, steps[:, None])[:, 0]
+        for layer in self.states.layers:
+            conv, temporal = self.pools(layer)
+            self.store(temporal, temporal[source], first, live)
+            columns = layer.conv_width - 1
+            at = steps[:, None] + torch.arange(columns, device=conv.device)
+            held = conv[first]
+            window = held.gather(2, at[:, None].expand(-1, held.shape[1], -1))
+            self.store(conv[..., :columns], window, first, live)
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
         """Write rows into slots; for a request that is not ``live``, slot 0 is written with its present contents."""

@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 from ..contract import ForwardMode
-from ..contract.state import ROLLBACKS, ROUNDINGS, SLOTS_IN_DECODE
+from ..contract.state import ROLLBACKS, ROUNDINGS, SLOTS_IN_DECODE, SLOTS_MOVED
 
 UNIT_KEYS = "unit_keys"
 """Pattern of exact data, in which each token can be found in the state."""
@@ -44,7 +44,7 @@ _WORDS = {
     "copied": ("continues", "copy"), "source": ("continues", "source"),
     "tapsfirst": ("conv_windows", "taps_first"), "newestlast": ("conv_windows", "newest_last"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"),
-    SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), "strided": ("strided", True), "bigpool": ("big", True),
+    SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), SLOTS_MOVED: ("rollback", SLOTS_MOVED), "strided": ("strided", True), "bigpool": ("big", True),
     "stochastic": ("rounding", "stochastic"),
 }  # fmt: skip
 """Word after the sizes -> field and value. Other values are defaults, and not written."""
@@ -111,6 +111,11 @@ class StateShape:
     def by_slots(self) -> bool:
         """True if each node of a draft has a slot for its state."""
         return self.rollback != ROLLBACKS[0]
+
+    @property
+    def commits(self) -> bool:
+        """True if a call follows a target-verify, which makes the state after the last accepted node the slot's."""
+        return self.rollback in (ROLLBACKS[0], SLOTS_MOVED)
 
     def in_mode(self, mode: ForwardMode) -> StateShape:
         """The shape in another mode of the instance: most modes take nothing back, so they name no way of it."""

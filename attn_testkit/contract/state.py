@@ -30,7 +30,8 @@ PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
 FRESH = ("flag", "zeroed")
 ORDERS = ("vk", "kv")
 SLOTS_IN_DECODE = "slots_in_decode"
-ROLLBACKS = ("commit", "slots", SLOTS_IN_DECODE)
+SLOTS_MOVED = "slots_moved"
+ROLLBACKS = ("commit", "slots", SLOTS_IN_DECODE, SLOTS_MOVED)
 CONTINUES = ("copy", "source")
 ROUNDINGS = ("nearest", "stochastic")
 CONV_WINDOWS = ("exact", "taps_first", "newest_last")
@@ -74,7 +75,9 @@ class State(Declared):
     each node in ``pool.scratch``, and ``StateBackend.commit`` makes one of them the slot's (SGLang). ``slots``: a
     request has a slot for each node, and the next step reads that of the last accepted one (vLLM).
     ``slots_in_decode``: the same, and a decode without a draft, which may follow a verify, gets the list of slots and
-    ``num_accepted``, too (Mamba2 of vLLM: ``mamba_attn.py``)."""
+    ``num_accepted``, too (Mamba2 of vLLM: ``mamba_attn.py``). ``slots_moved``: a slot for each node, and
+    ``StateBackend.commit`` moves the state of the last accepted one to the first slot, and the window within its own
+    memory (``postprocess_mamba`` of vLLM with ``mamba_cache_mode="align"``)."""
     snapshots: Set[int] = frozenset()
     """Lengths of a chunk, at whose ends states are copied to another slot for a prefix cache (``Snapshot``); empty:
     never. With rollback ``commit`` only."""

@@ -18,6 +18,7 @@ from ...contract.state import (
     ROLLBACKS,
     ROUNDINGS,
     SLOTS_IN_DECODE,
+    SLOTS_MOVED,
     STATE_DTYPES,
     State,
 )
@@ -72,6 +73,7 @@ _CONVENTIONS = {
     "kv": "states are [Hv, K, V]",
     "slots": "a slot for each node of a draft",
     SLOTS_IN_DECODE: "a slot for each node of a draft, which a decode without a draft gets, too",
+    SLOTS_MOVED: "a slot for each node of a draft, of which the accepted one is moved to the first",
     "strided": "there are gaps between slots",
     "stochastic": "states are rounded stochastically",
     "bigpool": "a pool of more than 2^31 elements",

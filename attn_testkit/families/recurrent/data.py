@@ -156,7 +156,7 @@ class End:
     rows: int
     """0: the state before the step."""
     has_window: bool = True
-    """False for the second and later nodes of a draft with slots, whose windows are in the slot of the first."""
+    """False for the second and later slots of a draft, since the window is in the first one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +190,8 @@ class StateStepData(StepData):
     lists: _Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     """[B, N] with rollback ``slots``, else [B, 1]: slots of each request; ``slots`` are the first."""
     nodes: int = 1
-    """Slots of each request's list in which a step stores states: N in target-verify with a slot for each node."""
+    """Nodes of a request whose windows overlap in one slot after the step: N in target-verify with a slot for each node
+    and without a commit."""
     more_columns: int = 0
     """Columns of a window in memory after those of ``windows``: N - 1 that only drafts use, in other modes of an
     instance with ``slots``, or those of ``taps_first``."""
@@ -429,9 +430,13 @@ def _memory_of(
     table = state_table(schedule, step)[[request.pool_row for request in step.requests]].astype(np.int64)
     by_slots = shape.by_slots
     lists = table if by_slots else table[:, :1]
-    nodes = 1 if case.tree is None else lists.shape[1]
-    if before is not None:
-        taken = tuple(before.kept[place] for place in places) if by_slots else (1,) * step.bs
+    stored = 1 if case.tree is None else lists.shape[1]
+    # After a commit the window begins at column 0, like that of a request without a draft.
+    nodes = 1 if shape.commits else stored
+    if shape.commits:
+        taken = (1,) * step.bs
+    elif before is not None:
+        taken = tuple(before.kept[place] for place in places)
     else:
         taken = tuple((request.pool_row + step.seed) % lists.shape[1] + 1 for request in step.requests)
     copies = tuple(_copied_rows(case, request, step, count) for request, count in zip(step.requests, kept, strict=True))
@@ -450,9 +455,9 @@ def _memory_of(
         )
     if by_slots:
         ends = [
-            End(int(slot), request, node + 1, node == 0)
+            End(int(slot), request, node + 1 if node or not shape.commits else kept[request], node == 0)
             for request, own in enumerate(lists)
-            for node, slot in enumerate(own[:nodes])
+            for node, slot in enumerate(own[:stored])
         ]
     else:
         ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]

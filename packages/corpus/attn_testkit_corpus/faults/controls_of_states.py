@@ -15,6 +15,7 @@ from .longer_windows import LongerWindowsParent
 from .r_changing_modes import CommittedStatesKept
 from .r_convolutions import ConvParent
 from .r_gates import ChunksParent, RoundedProductsParent
+from .r_moved_slots import MovedSlotsParent
 from .r_rounding import RoundingParent
 from .r_rwkv import RWKVChunksParent, RWKVParent
 from .r_states import StatesOfViews
@@ -91,6 +92,11 @@ class StatesBySlots(SlotsParent):
 @control()
 class StatesBySlotsInDecodeToo(SlotsInDecodeParent):
     """vLLM's rollback of Mamba2: a decode without a draft gets the slots and the accepted count of the last draft."""
+
+
+@control()
+class StatesMovedBetweenSlots(MovedSlotsParent):
+    """vLLM's aligned blocks: after a verify the accepted state is moved to the first slot, and the window within it."""
 
 
 @control()
