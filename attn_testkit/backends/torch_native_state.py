@@ -36,8 +36,8 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_V
 
 
 class TorchNativeStateBackend(StateBackend):
-    """GDN, KDA, Mamba2, Lightning, RWKV-7 and short convolutions, one token of all requests at a time. Decode and verify
-    run under graphs, too. Rejected nodes are taken back by a commit, or by a slot for each node.
+    """GDN, KDA, Mamba2, Lightning, RWKV-7 and short convolutions, one token of all requests at a time. Decode and
+    verify run under graphs, too. Rejected nodes are taken back by a commit, or by a slot for each node.
     """
 
     capabilities = Capabilities(
@@ -177,10 +177,11 @@ class TorchNativeStateBackend(StateBackend):
             now = token < self.counts
             row = (self.first + token).clamp(max=len(mixed) - 1)
             one, moved = self.convolved(mixed[row], window, layer)
-            after, read = state, one.view(-1, layer.v_heads, layer.v_dim)
             if layer.of_kind.recurs:
                 one_a, one_b = (None if gate is None else gate[row] for gate in (a, b))
                 after, read = self.step(state, *self.split(one, layer), one_a, one_b, layer)
+            else:
+                after, read = state, one.view(-1, layer.v_heads, layer.v_dim)
             window = torch.where(now[:, None, None], moved, window)
             state = torch.where(now[:, None, None, None], after, state)
             out.index_copy_(0, torch.where(now, row, len(mixed)), read.to(out.dtype))

@@ -44,7 +44,8 @@ _WORDS = {
     "copied": ("continues", "copy"), "source": ("continues", "source"),
     "tapsfirst": ("conv_windows", "taps_first"), "newestlast": ("conv_windows", "newest_last"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"),
-    SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), SLOTS_MOVED: ("rollback", SLOTS_MOVED), "strided": ("strided", True), "bigpool": ("big", True),
+    SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), SLOTS_MOVED: ("rollback", SLOTS_MOVED),
+    "strided": ("strided", True), "bigpool": ("big", True),
     "stochastic": ("rounding", "stochastic"),
 }  # fmt: skip
 """Word after the sizes -> field and value. Other values are defaults, and not written."""

@@ -118,8 +118,9 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     if row.get("conv_windows", "exact") not in windows and "exact" in state.conv_windows:
         raise ValueError("layers without a convolution have no window")
     shape = StateShape(
-        row["k_dim"] if kind.recurs else 0, width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
-        row.get("rollback", ROLLBACKS[0]), row["snapshots"], continues=row.get("continues", ""),
+        row["k_dim"] if kind.recurs else 0, width, row["state_dtype"], row["padded_states"], row["fresh"],
+        row["order"], row["strided"], row.get("rollback", ROLLBACKS[0]), row["snapshots"],
+        continues=row.get("continues", ""),
         conv_windows=row["conv_windows"] if row.get("conv_windows") in windows else windows[0],
     )  # fmt: skip
     rows, slack = so_far["rows"], row["slack"]

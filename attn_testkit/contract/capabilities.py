@@ -206,14 +206,14 @@ class Capabilities(Declared):
         if others:
             raise ValueError(
                 f"Capabilities declare state and {', '.join(sorted(others))}: layers that keep a state run in "
-                f"{', '.join(sorted(allowed))}; a draft model has attention layers, and some have convolutions (heads.families={{'conv'}}), which run in "
-                "draft-extend-v2. Leave the mode out"
+                f"{', '.join(sorted(allowed))}; a draft model has attention layers, or convolutions (a class whose "
+                "only family is conv), which run in draft-extend-v2. Leave the mode out"
             )
         alone = [kind.name for kind in kinds if not kind.recurs]
         if alone and (max(self.state.conv_widths) == 1 or not self.state.plain_convolution):
             raise ValueError(
-                f"Capabilities.heads.families have {alone[0]}, whose layers are a convolution of 2 taps or more without "
-                "an activation: State.conv_widths needs such a width, and State.plain_convolution is then True"
+                f"Capabilities.heads.families have {alone[0]}, whose layers are a convolution of 2 taps or more "
+                "without an activation: State.conv_widths needs such a width, and State.plain_convolution is then True"
             )
         if (self.bounds.max_topk > 1) != bool(self.state.trees & self.heads.families):
             raise ValueError(

@@ -158,8 +158,8 @@ class StateInput:
 
     indices: torch.Tensor
     """[bs] int32: slot of each request, which ``StateContext.req_to_state`` gives for its row, too. For a padded
-    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node;
-    with ``slots_moved`` likewise, and with ``slots_in_decode`` in decode, too. Other modes of such an instance have the first of them."""
+    request -1 or 0 (``State.padding``). In target-verify with a rollback by slots [bs, N]: a slot for each
+    node; with ``slots_in_decode`` in decode, too. Other modes of such an instance have the first of them."""
     has_initial_state: torch.Tensor | None = None
     """[bs] bool, in extend: False for a request that has no token before the step, and so begins from zeros. None in
     decode and target-verify."""

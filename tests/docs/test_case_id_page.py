@@ -63,11 +63,7 @@ def states_with(word: str) -> str:
     return STATES.replace("gdn4x2-", f"{kind}4-").replace("k32w2", OF_OTHER_SHAPES[word])
 
 
-OF_STATES = [
-    (word, states_with(word))
-    for row in table("Of layers that keep a state")
-    for word in words(row[0])
-]
+OF_STATES = [(word, states_with(word)) for row in table("Of layers that keep a state") for word in words(row[0])]
 
 
 def kinds() -> list[re.Pattern[str]]:

@@ -54,7 +54,7 @@ def test_outputs_are_those_of_the_convolution_without_an_activation() -> None:
         (CASE.replace("conv2", "gdn2x2"), "have keys of a width above 0"),
         (CASE.replace("w3", "w1"), "are a convolution of 2 taps or more"),
         (CASE.replace("mild_decay", "unit_keys"), "layers of conv have no state"),
-        (CASE.replace("s32", "s16.stochastic").replace("extend", "decode").replace("-n6a1.4.9", ""), "no state to round"),
+        ("decode-conv2-d32-bf16-p16-k5-shuffled-mild_decay-k0w3s16.stochastic-b1prod", "no state to round"),
         ("draft-extend-conv2-d32-bf16-p16-k5-n2a1-shuffled-mild_decay-k0w3s32-b1prod", "draft model"),
     ],
 )  # fmt: skip

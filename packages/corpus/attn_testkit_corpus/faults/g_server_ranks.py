@@ -43,7 +43,7 @@ class ScratchOfServerRanks(HeadsOfRanksParent):
 
 @fault("sglang #25031", "matches-oracle")
 class MetadataOfServerRanks(HeadsOfRanksParent):
-    """The scheduler's metadata has the heads of the model divided by all ranks, and the kernel leaves out the others."""
+    """The scheduler's metadata has the heads of the model divided by all ranks, and a kernel leaves out the others."""
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
