@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 @bug(
     19,
     "state-spaces mamba #1027",
-    "extend-mamba4x2-d64-fp16-p16-k64-n5a5-shuffled-like_keys-k64w4s16.null-layers3from5-b1prod",
+    "extend-mamba4x2-d64-fp16-p16-k64-n5a5-shuffled-like_keys-k64w4sb16.null.snap16-layers3from5-b1nan",
     "conv-window-exact",
 )
 class WindowOfOutputs(Moded):
