@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from in_process import check_backend
 
+from attn_testkit.backends.torch_native_sparse import TorchNativeSparseRotatesBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Indexer
 from attn_testkit.contract.index_rope import rotated_index
@@ -48,3 +50,9 @@ def test_queries_that_a_backend_quantizes_have_a_scale_that_is_a_power_of_two() 
 def test_an_indexer_that_rotates_is_no_part_of_forward_and_of_no_draft_or_rank(more: dict) -> None:
     with pytest.raises(ValueError, match="rotates excludes drafts, fused and replicated"):
         Indexer(heads={4}, rotates="neox", **more)
+
+
+@pytest.mark.parametrize("case", [CASE.format("interleaved"), CASE.format("interleavedgauss")])
+def test_a_right_backend_rotates_and_quantizes_in_eager_and_in_graphs(case: str) -> None:
+    found = [each for each in check_backend(TorchNativeSparseRotatesBackend, device="cpu", cases=[case]) if each.case]
+    assert [each.status for each in found] == ["passed", "passed"]
