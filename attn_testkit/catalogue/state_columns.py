@@ -90,6 +90,11 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
         "layer_ids": [Layers(), Layers(3, 5), Layers(1)],
         "snapshots": [0, *sorted(state.snapshots)],
     }
+    if mode.is_draft_extend(include_v2=True) and not all(
+        STATE_KINDS[name].in_drafts for name in declared.heads.families
+    ):
+        # A class that has other kinds, too, is none of a draft model.
+        found["heads"] = []
     if verifies:
         # Nodes of a draft: fewer than a convolution has taps, as many, and more.
         found["nodes"] = sorted({min(each, declared.bounds.max_q_rows) for each in (2, 3, 4, 6)})

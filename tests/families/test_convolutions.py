@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, HeadShapes, State
@@ -82,3 +83,7 @@ def test_a_draft_model_has_cases_and_every_case_has_a_window_and_no_state() -> N
         cases = generate(DECLARED, mode, "core")
         assert cases
         assert {(case.state.k_dim, case.state.conv_width) for case in cases if case.state} == {(0, 3)}
+
+
+def test_a_class_with_other_kinds_has_no_cases_of_a_draft_model() -> None:
+    assert generate(TorchNativeStateBackend.capabilities, V2, "core") == ()
