@@ -15,7 +15,7 @@ from ..cases.features.state import conv_windows_of
 from ..cases.fields import Changes
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
-from ..cases.rows import Extend, Verify, room_for
+from ..cases.rows import Accepted, Extend, Verify, room_for
 from ..cases.state import EXACT_DATA, FAIR_ROUNDING, NEAR_EPSILON, STATE_DATA, StateShape
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
@@ -95,6 +95,9 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
     ):
         # A class that has other kinds, too, is none of a draft model.
         found["heads"] = []
+    if mode is ForwardMode.DRAFT_EXTEND_V2:
+        # Fewer rows than the window of a convolution has columns, as many, and more.
+        found["accepted_of"] = sorted({min(each, declared.bounds.max_q_rows) for each in (2, 3, 6)})
     if verifies:
         # Nodes of a draft: fewer than a convolution has taps, as many, and more.
         found["nodes"] = sorted({min(each, declared.bounds.max_q_rows) for each in (2, 3, 4, 6)})
@@ -136,6 +139,9 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     else:
         prefixes = _BATCHES[row["lens"]]
         rows = Verify(chain(row["nodes"])) if "nodes" in row else rows
+        if "accepted_of" in row:
+            width = row["accepted_of"]
+            rows = Accepted(tuple(1 + place % width for place in range(len(prefixes))), width, v2=True)
     return {
         "rows": rows,
         "page_size": min(declared.kv_pool.page_sizes),

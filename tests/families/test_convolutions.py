@@ -8,7 +8,7 @@ import pytest
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import Capabilities, ForwardMode, HeadShapes, State
+from attn_testkit.contract import Bounds, Capabilities, ForwardMode, HeadShapes, State
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data
 from attn_testkit.families.recurrent.recurrence import recur
 from attn_testkit.steps.schedule import make_schedule
@@ -18,6 +18,7 @@ V2 = ForwardMode.DRAFT_EXTEND_V2
 DECLARED = Capabilities(
     eager={"decode", "extend", V2},
     graph={"decode", V2},
+    bounds=Bounds(max_q_rows=6, max_topk=1),
     heads=HeadShapes(families={"conv"}, gqa_ratios={1}, head_dims={32}),
     state=State(conv_widths={3}),
 )
@@ -83,6 +84,8 @@ def test_a_draft_model_has_cases_and_every_case_has_a_window_and_no_state() -> N
         cases = generate(DECLARED, mode, "core")
         assert cases
         assert {(case.state.k_dim, case.state.conv_width) for case in cases if case.state} == {(0, 3)}
+    # Fewer rows than the window has columns and one more, as many, and more.
+    assert {2, 3, 6} <= {case.width for case in generate(DECLARED, V2, "core")}
 
 
 def test_a_class_with_other_kinds_has_no_cases_of_a_draft_model() -> None:
