@@ -17,10 +17,10 @@ def rotated_index(rows: torch.Tensor, cos_sin: torch.Tensor, style: str) -> torc
     ``BackendContext.index_rope``. ``style``: ``neox`` or ``interleaved``.
     """
     rows, half = rows.float(), INDEX_ROPE // 2
-    cos, sin = cos_sin.view(len(rows), *[1] * (rows.dim() - 2), INDEX_ROPE).split(half, -1)
+    cos, sin = torch.split(cos_sin.view(len(rows), *[1] * (rows.dim() - 2), INDEX_ROPE), half, -1)
     turned, rest = rows[..., :INDEX_ROPE], rows[..., INDEX_ROPE:]
     if style == "neox":
-        x, y = turned.split(half, -1)
+        x, y = torch.split(turned, half, -1)
         return torch.cat([x * cos - y * sin, y * cos + x * sin, rest], -1)
     x, y = turned[..., ::2], turned[..., 1::2]
     both = torch.stack([x * cos - y * sin, y * cos + x * sin], -1).flatten(-2)

@@ -22,5 +22,5 @@ def turns_of(positions: torch.Tensor) -> torch.Tensor:
 
 def before_rotation(rows: torch.Tensor, turns: torch.Tensor, style: str) -> torch.Tensor:
     """[T, ..., 128] float32: index queries or keys that ``turns`` [T, 64] rotate to ``rows`` [T, ..., 128]."""
-    cos, sin = turns.split(INDEX_ROPE // 2, -1)
+    cos, sin = torch.split(turns, INDEX_ROPE // 2, -1)
     return rotated_index(rows, torch.cat([cos, -sin], -1), style)

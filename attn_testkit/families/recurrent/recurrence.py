@@ -144,7 +144,8 @@ def _of_convolutions(data: StateStepData) -> Recurrence:
     largest error, because the norm of a row gets half of it (``row_limit``)."""
     every = [convolved(layer, index, data) for index, layer in enumerate(data.layers)]
     heads, wide = data.layers[0].v_heads, data.layers[0].v_dim
-    out, off = (torch.stack(each).unflatten(-1, (heads, wide)) for each in zip(*every, strict=True))
+    shape = len(data.layers), data.q.shape[1], heads, wide
+    out, off = (torch.stack(each).view(shape) for each in zip(*every, strict=True))
     none = torch.zeros(len(data.layers), len(data.ends), heads, wide, dtype=torch.float64)
     return Recurrence(out, 2 * off + FLUSHED, none[..., None][..., :0], none, none, _windows(data))
 

@@ -32,7 +32,7 @@ class RotatingIndexerParent(IndexerParent):
     def rotated(self, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Rows [T, n, 128] after their rotation, float32."""
         assert self.context.index_rope is not None
-        cos, sin = self.context.index_rope[self.turns(batch)][:, None].split(_ROPE // 2, -1)
+        cos, sin = torch.split(self.context.index_rope[self.turns(batch)][:, None], _ROPE // 2, -1)
         found, (first, second) = rows.float().clone(), self.places(rows.device)
         x, y = rows[..., first].float(), rows[..., second].float()
         found[..., first], found[..., second] = x * cos - y * sin, y * cos + x * sin
