@@ -93,7 +93,7 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
     if mode.is_draft_extend(include_v2=True) and not all(
         STATE_KINDS[name].in_drafts for name in declared.heads.families
     ):
-        # A class that has other kinds, too, is none of a draft model.
+        # A class that has other kinds, too, does not belong to a draft model.
         found["heads"] = []
     if mode is ForwardMode.DRAFT_EXTEND_V2:
         # Fewer rows than the window of a convolution has columns, as many, and more.
