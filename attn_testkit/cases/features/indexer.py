@@ -227,9 +227,14 @@ INDEXER = Feature(
         ),
         Entry(
             "idx4neox",
-            "An indexer of 4 heads that rotates its queries and keys, with pairs i and i + 32; `idx4interleaved`: with "
-            "pairs 2 i and 2 i + 1.",
-            also=("idx4interleaved", "fused RoPE and quantization"),
+            "An indexer of 4 heads that rotates its queries and keys, with numbers i and i + 32 as a pair.",
+            also=("fused RoPE and quantization",),
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4interleaved",
+            "An indexer of 4 heads that rotates its queries and keys, with numbers 2 i and 2 i + 1 as a pair.",
             page="how-to/selected-keys.md",
             numbers=True,
         ),
