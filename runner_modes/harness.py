@@ -52,7 +52,7 @@ from attn_testkit.watches.uploads import upload
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .handing_over import Receiver
 from .head_scales import load_head_scales
-from .indexing import IndexWatch, index_pool_for
+from .indexing import IndexWatch, index_pool_for, index_rope_for
 from .memories import memories_of
 from .memory_use import MemoryUse
 from .moved_rows import Mover, Wrong
@@ -172,6 +172,7 @@ def context_for(
         kv_splits=splits,
         kv_groups=groups if len(groups) > 1 else (),
         index_pool=index_pool_for(schedules, layers, groups[0].kv_pool, device),
+        index_rope=index_rope_for(schedules, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
         **{name: value for asked in _CONTEXTS for name, value in asked(schedules).items()},
     )

@@ -33,6 +33,7 @@ from attn_testkit.contract import (
 from attn_testkit.model import Attends, Trace, with_columns_behind
 from attn_testkit.results.names import NO_ROOM
 from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data, scale_of
+from attn_testkit.steps.index_rope import before_rotation, turns_of
 from attn_testkit.steps.kv_groups import slot_map
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.past_modes import past_modes
@@ -67,6 +68,30 @@ def index_pool_for(
         if not large or not out_of_memory(error):
             raise
         raise NoRoomError(f"{NO_ROOM}for an index pool of more than 2^31 bytes: {first_line(error)}") from None
+
+
+_SCALES = 3
+
+
+def index_rope_for(schedules: Sequence[Schedule], device: torch.device) -> torch.Tensor | None:
+    """``BackendContext.index_rope`` of an instance; None if the backend rotates nothing."""
+    case = next((each.case for each in schedules if each.case.indexer), None)
+    if case is None or case.indexer is None or case.indexer.rotates == "none":
+        return None
+    return turns_of(torch.arange(max(each.max_context_len + each.case.width for each in schedules), device=device))
+
+
+def _before_rotation(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], positions: torch.Tensor, context: BackendContext, style: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Index queries, weights and keys as a backend gets them that rotates and quantizes. The scale of each head's
+    queries is 1/2, 1 or 2, which its weight does not include.
+    """
+    (q, weights, k), table = rows, context.index_rope
+    assert table is not None
+    turns, scale = table[positions], torch.exp2(torch.arange(q.shape[1], device=q.device) % _SCALES - 1.0)
+    queries, keys = (before_rotation(each, turns, style) for each in (q, k))
+    return (queries * scale[:, None]).to(context.dtype), weights.div_(scale), keys.to(context.dtype)
 
 
 def _replicas(case: Fields) -> int:
@@ -227,7 +252,10 @@ class WithIndexer:
         backend, place = self._harness.backend, self._harness.context.layers.index(layer)
         if not save_kv_cache:
             named["save_kv_cache"] = False
-        q_index, weights, k_index = self._harness.index.rows(batch.input_ids, place)
+        rows = self._harness.index.rows(batch.input_ids, place)
+        if self._indexer.rotates != "none":
+            rows = _before_rotation(rows, batch.positions, self._harness.context, self._indexer.rotates)
+        q_index, weights, k_index = rows
         if self._indexer.fused:
             inputs = {"q_index": q_index, "index_weights": weights, "k_index": k_index}
             result: torch.Tensor = backend.forward(q, k, v, layer, batch, **named, **inputs)

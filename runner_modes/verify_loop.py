@@ -165,7 +165,7 @@ def _verify(server: _Server, number: int, drafts: Sequence[Sequence[int]]) -> tu
         for node in range(accepted[text] + 1):
             server.note(label, text, len(tokens) - 1, found.attention[place * width + node])
             tokens.append(likely[place][node])
-        server.texts[text].taken = accepted[text] + 1
+        server.texts[text].taken = 1 if server.case.state and server.case.state.commits else accepted[text] + 1
     _commit(server, found, [accepted[text] + 1 for text in texts])
     return tuple(accepted[text] for text in sorted(accepted))
 

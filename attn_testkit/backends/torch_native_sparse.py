@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from ..contract import (
     INDEX_PAGE,
@@ -11,6 +12,7 @@ from ..contract import (
     AttentionLayer,
     Bounds,
     Capabilities,
+    ForwardBatch,
     ForwardMode,
     HeadShapes,
     Indexer,
@@ -25,6 +27,8 @@ from ..contract import (
     ServerConventions,
     Sparse,
 )
+from ..contract.index_pool import index_scales
+from ..contract.index_rope import rotated_index
 
 _GATHERED = 1 << 25
 """Number of elements of keys that are gathered at once: 128 MiB in float32."""
@@ -225,6 +229,37 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Slots of the keys."""
         return table.gather(1, keys)
+
+
+class TorchNativeSparseRotatesBackend(TorchNativeSparseBackend):
+    """The backend rotates index queries and keys, and quantizes the queries."""
+
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
+        eager=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        graph=frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE},
+        sparse={"indexer": Indexer(heads={4}, rotates="interleaved")},
+        lse=None,
+    )
+
+    def rotated(self, rows: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Rows [T, ..., 128] of index queries or keys after their rotation, in the model's dtype."""
+        assert self.context.index_rope is not None
+        return rotated_index(rows, self.context.index_rope[batch.positions], "interleaved").to(rows.dtype)
+
+    @override
+    def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        """Rotate keys before they are quantized and stored."""
+        super().store_index(self.rotated(k_index, batch), layer, batch)
+
+    @override
+    def select(
+        self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Rotate queries, and quantize them with a scale per row and head, which the weights then include."""
+        rows = self.rotated(q_index, batch).float()
+        scales = index_scales(rows.flatten(0, 1), "amax").view(rows.shape[:2])
+        quantized = (rows / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return super().select(quantized, weights * scales, layer, batch)
 
 
 class TorchNativeSparsePackedBackend(TorchNativeSparseBackend):

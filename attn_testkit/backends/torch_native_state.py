@@ -36,8 +36,8 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_V
 
 
 class TorchNativeStateBackend(StateBackend):
-    """GDN, KDA, Mamba2, Lightning and RWKV-7, one token of all requests at a time. Decode and verify run under graphs,
-    too. Rejected nodes are taken back by a commit, or by a slot for each node.
+    """GDN, KDA, Mamba2, Lightning, RWKV-7 and short convolutions, one token of all requests at a time. Decode and
+    verify run under graphs, too. Rejected nodes are taken back by a commit, or by a slot for each node.
     """
 
     capabilities = Capabilities(
@@ -177,8 +177,11 @@ class TorchNativeStateBackend(StateBackend):
             now = token < self.counts
             row = (self.first + token).clamp(max=len(mixed) - 1)
             one, moved = self.convolved(mixed[row], window, layer)
-            q, k, v = self.split(one, layer)
-            after, read = self.step(state, q, k, v, None if a is None else a[row], None if b is None else b[row], layer)
+            if layer.of_kind.recurs:
+                one_a, one_b = (None if gate is None else gate[row] for gate in (a, b))
+                after, read = self.step(state, *self.split(one, layer), one_a, one_b, layer)
+            else:
+                after, read = state, one.view(-1, layer.v_heads, layer.v_dim)
             window = torch.where(now[:, None, None], moved, window)
             state = torch.where(now[:, None, None, None], after, state)
             out.index_copy_(0, torch.where(now, row, len(mixed)), read.to(out.dtype))
@@ -247,7 +250,10 @@ class TorchNativeStateBackend(StateBackend):
 
     @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
-        """Copy from scratch to slots."""
+        """Copy from scratch, or from the slots of nodes, to the slots of requests."""
+        if state.num_accepted is not None:
+            self.move_to_first_slots(steps.long(), state.indices.long())
+            return
         self.copy_nodes(steps.long(), state.indices.long(), state.indices > 0)
         if state.snapshot is not None:
             self.copy_nodes(state.snapshot.rows.long() - 1, state.snapshot.slots, state.snapshot.slots > 0)
@@ -259,6 +265,20 @@ class TorchNativeStateBackend(StateBackend):
         for layer in self.states.layers:
             for pool, scratch in zip(self.pools(layer), self.scratch(layer), strict=True):
                 self.store(pool, scratch[place, steps.clamp(min=0)], index.clamp(min=0), live & (steps >= 0))
+
+    def move_to_first_slots(self, steps: torch.Tensor, lists: torch.Tensor) -> None:
+        """Move the state of node ``steps`` [bs] int64 to the first slot of ``lists`` [bs, N], and the window to column
+        0 of that slot. Columns are gathered before any is written, because the two ranges overlap."""
+        live, lists, steps = self.stores(lists[:, 0]) & (steps >= 0), lists.clamp(min=0), steps.clamp(min=0)
+        first, source = lists[:, 0], lists.gather(1, steps[:, None])[:, 0]
+        for layer in self.states.layers:
+            conv, temporal = self.pools(layer)
+            self.store(temporal, temporal[source], first, live)
+            columns = layer.conv_width - 1
+            at = steps[:, None] + torch.arange(columns, device=conv.device)
+            held = conv[first]
+            window = held.gather(2, at[:, None].expand(-1, held.shape[1], -1))
+            self.store(conv[..., :columns], window, first, live)
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
         """Write rows into slots; for a request that is not ``live``, slot 0 is written with its present contents."""

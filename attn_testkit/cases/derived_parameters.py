@@ -189,6 +189,14 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         ),
         address_varies,
     ),
+    # Heads per rank follow from the ranks of attention, of which a server may have fewer than of other layers (sglang
+    # #12961, #25031). A hand-over names its own ranks.
+    DerivedParameter(
+        "server-ranks",
+        "ranks of the server, and those among which attention heads are dealt",
+        (Value("1 rank", 2), Value("8 ranks, each with all heads"), Value("8 ranks, of which 2 share the heads")),
+        lambda case: not case.handed,
+    ),
     # Ranks of a server run at the same time: none may depend on what another one has left somewhere.
     DerivedParameter(
         "rank-order",

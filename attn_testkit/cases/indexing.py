@@ -9,7 +9,7 @@ INDEX_DATA = ("", "ties", "gauss")
 """Data of index keys and queries. Empty: whole numbers for which every row has one best selection."""
 NEAR = "near"
 """Data of whole numbers, with which the scores of all keys differ by a few percent. Only cases of its own have it."""
-PATTERN = r"idx(\d+)(pow2)?(fused)?(?:(reuse)(\d+)?)?(first)?(ties|gauss|near)?"
+PATTERN = r"idx(\d+)(pow2)?(fused)?(neox|interleaved)?(?:(reuse)(\d+)?)?(first)?(ties|gauss|near)?"
 """The word of an indexer in a case id."""
 _USUAL_REUSE = 2
 """Layers that use one selection in a case whose word is ``reuse``."""
@@ -31,6 +31,8 @@ class Indexing:
     """True if only the first forward of a draft-decode selects, and all others use its selection."""
     data: str = ""
     """One of ``INDEX_DATA``, or ``NEAR``."""
+    rotates: str = "none"
+    """Style in which the backend rotates index queries and keys; ``none``: it does not."""
 
     @property
     def is_exact(self) -> bool:
@@ -49,11 +51,18 @@ class Indexing:
 
     def __str__(self) -> str:
         reuse = "reuse" * self.shared + str(self.reuse) * (self.reuse > _USUAL_REUSE)
-        flags = "pow2" * self.pow2 + "fused" * self.fused + reuse + "first" * self.first
+        flags = (
+            "pow2" * self.pow2
+            + "fused" * self.fused
+            + self.rotates * (self.rotates != "none")
+            + reuse
+            + "first" * self.first
+        )
         return f"idx{self.heads}{flags}{self.data}"
 
     @classmethod
     def read(cls, match: re.Match[str]) -> Indexing:
         """The indexer of a match of ``PATTERN``."""
-        reuse = int(match[5] or _USUAL_REUSE) if match[4] else 1
-        return cls(int(match[1]), bool(match[2]), bool(match[3]), reuse, bool(match[6]), match[7] or "")
+        reuse = int(match[6] or _USUAL_REUSE) if match[5] else 1
+        flags = bool(match[2]), bool(match[3])
+        return cls(int(match[1]), *flags, reuse, bool(match[7]), match[8] or "", match[4] or "none")

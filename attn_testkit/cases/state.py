@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 from ..contract import ForwardMode
-from ..contract.state import ROLLBACKS, ROUNDINGS, SLOTS_IN_DECODE
+from ..contract.state import ROLLBACKS, ROUNDINGS, SLOTS_IN_DECODE, SLOTS_MOVED
 
 UNIT_KEYS = "unit_keys"
 """Pattern of exact data, in which each token can be found in the state."""
@@ -44,7 +44,8 @@ _WORDS = {
     "copied": ("continues", "copy"), "source": ("continues", "source"),
     "tapsfirst": ("conv_windows", "taps_first"), "newestlast": ("conv_windows", "newest_last"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"),
-    SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), "strided": ("strided", True), "bigpool": ("big", True),
+    SLOTS_IN_DECODE: ("rollback", SLOTS_IN_DECODE), SLOTS_MOVED: ("rollback", SLOTS_MOVED),
+    "strided": ("strided", True), "bigpool": ("big", True),
     "stochastic": ("rounding", "stochastic"),
 }  # fmt: skip
 """Word after the sizes -> field and value. Other values are defaults, and not written."""
@@ -55,7 +56,7 @@ class StateShape:
     """States of a case; ``contract/state.py`` has the meaning of the conventions."""
 
     k_dim: int
-    """K: width of a key."""
+    """K: width of a key; 0 if layers compute nothing but a convolution."""
     conv_width: int
     """W: taps of the convolution; 1: none."""
     dtype: str = "fp32"
@@ -89,6 +90,11 @@ class StateShape:
         return self.conv_width - 1 + (nodes - 1 if self.by_slots else 0)
 
     @property
+    def recurs(self) -> bool:
+        """True if a slot has a state, and not only a window."""
+        return self.k_dim > 0
+
+    @property
     def has_longer_windows(self) -> bool:
         """True if windows have more columns than taps read, outside of drafts."""
         return self.conv_windows != "exact"
@@ -106,6 +112,11 @@ class StateShape:
     def by_slots(self) -> bool:
         """True if each node of a draft has a slot for its state."""
         return self.rollback != ROLLBACKS[0]
+
+    @property
+    def commits(self) -> bool:
+        """True if a call follows a target-verify, which makes the state after the last accepted node the slot's."""
+        return self.rollback in (ROLLBACKS[0], SLOTS_MOVED)
 
     def in_mode(self, mode: ForwardMode) -> StateShape:
         """The shape in another mode of the instance: most modes take nothing back, so they name no way of it."""

@@ -166,7 +166,10 @@ def _with_prompts(declared: Capabilities, case: Case, prompts: tuple[tuple[int, 
 
 
 def _of_shape(case: Case, **changes: Any) -> Case:
+    """The case with other states. Layers without a recurrence keep a width of 0 of their keys."""
     assert case.state is not None
+    if not case.state.recurs:
+        changes |= {"k_dim": 0}
     return case.with_changes(state=replace(case.state, **changes))
 
 
@@ -176,7 +179,7 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
     """
     case = _plain(declared, first, kinds_of(declared)[0])
     assert declared.state is not None
-    exact = case.mode is ForwardMode.EXTEND and declared.state.plain_convolution
+    exact = case.mode is ForwardMode.EXTEND and _exact_data(declared, case.heads)
     case = case.with_changes(
         prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.bounds.max_q_rows), 1),
         data=UNIT_KEYS if exact else case.data,
@@ -184,10 +187,16 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
     return with_softmax(declared, case)
 
 
+def _exact_data(declared: Capabilities, heads: Heads) -> bool:
+    """True if layers of these heads may have exact data: a state, and a convolution that passes its input on."""
+    return declared.state is not None and declared.state.plain_convolution and STATE_KINDS[heads.family].recurs
+
+
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
     """Exact data for each kind: the effect of a token shows in the state at any length."""
     done = set[bool]()
-    for index, heads in enumerate(kinds_of(declared)):
+    kinds = [heads for heads in kinds_of(declared) if _exact_data(declared, heads)]
+    for index, heads in enumerate(kinds):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
         if mode is not ForwardMode.EXTEND:
             rollbacks = rollbacks_of(declared) if case.tree is not None else ROLLBACKS[:1]
@@ -241,7 +250,8 @@ def _rounded_stochastically(declared: Capabilities, mode: ForwardMode, first: Ca
     if mode is not ForwardMode.DECODE or "stochastic" not in declared.state.rounding or not dtypes:
         return
     data = FAIR_ROUNDING if declared.state.plain_convolution else DRAWN[0]
-    for index, heads in enumerate(kinds_of(declared)):
+    kinds = [heads for heads in kinds_of(declared) if STATE_KINDS[heads.family].recurs]
+    for index, heads in enumerate(kinds):
         for dtype in dtypes if not index else dtypes[:1]:
             case = _of_shape(_plain(declared, first, heads), dtype=dtype, rounding="stochastic")
             yield case.with_changes(data=data).of_requests((5, 1, 30), padded=1)
@@ -266,7 +276,7 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
             yield case.with_changes(rows=Verify(tree)).of_requests((5, 1, 30), padded=(index + 1) % 3)
         if tier == "smoke":
             return
-        if declared.state.plain_convolution:
+        if _exact_data(declared, heads):
             exact = case.with_changes(data=UNIT_KEYS, rows=Verify(trees[0]))
             yield exact.of_requests((3, 12, 1, 7), padded=1)
         for snapshots in sorted(declared.state.snapshots)[:1]:
@@ -332,7 +342,7 @@ def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterat
     if mode is not ForwardMode.EXTEND:
         return
     kinds, snapshots = kinds_of(declared), min(declared.state.snapshots, default=0)
-    exact = UNIT_KEYS if declared.state.plain_convolution else DRAWN[0]
+    exact = UNIT_KEYS if _exact_data(declared, kinds[0]) else DRAWN[0]
     tried = dict.fromkeys([(kinds[0], exact), (kinds[-1], DRAWN[0])])
     for heads, data in tried:
         for way in CONTINUES:

@@ -15,7 +15,7 @@ from ..cases.features.state import conv_windows_of
 from ..cases.fields import Changes
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
-from ..cases.rows import Extend, Verify, room_for
+from ..cases.rows import Accepted, Extend, Verify, room_for
 from ..cases.state import EXACT_DATA, FAIR_ROUNDING, NEAR_EPSILON, STATE_DATA, StateShape
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
@@ -90,6 +90,14 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
         "layer_ids": [Layers(), Layers(3, 5), Layers(1)],
         "snapshots": [0, *sorted(state.snapshots)],
     }
+    if mode.is_draft_extend(include_v2=True) and not all(
+        STATE_KINDS[name].in_drafts for name in declared.heads.families
+    ):
+        # A class that has other kinds, too, does not belong to a draft model.
+        found["heads"] = []
+    if mode is ForwardMode.DRAFT_EXTEND_V2:
+        # Fewer rows than the window of a convolution has columns, as many, and more.
+        found["accepted_of"] = sorted({min(each, declared.bounds.max_q_rows) for each in (2, 3, 6)})
     if verifies:
         # Nodes of a draft: fewer than a convolution has taps, as many, and more.
         found["nodes"] = sorted({min(each, declared.bounds.max_q_rows) for each in (2, 3, 4, 6)})
@@ -107,16 +115,20 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     for name, dims in (("head_dim", declared.heads.head_dims), ("k_dim", state.k_dims)) if row.get("size") else ():
         if row[name] > max(min(dims), _MOST_DIM):
             raise ValueError(f"{name} {row[name]} is more than a large batch needs")
-    if not STATE_KINDS[heads.family].convolves:
+    kind = STATE_KINDS[heads.family]
+    if not kind.convolves:
         if width > 1 and 1 in state.conv_widths:
             raise ValueError(f"layers of {heads.family} have no convolution")
         width = 1
+    if not kind.recurs and width == 1:
+        raise ValueError(f"layers of {heads.family} are a convolution")
     windows = conv_windows_of(state, width, verifies="nodes" in row)
     if row.get("conv_windows", "exact") not in windows and "exact" in state.conv_windows:
         raise ValueError("layers without a convolution have no window")
     shape = StateShape(
-        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
-        row.get("rollback", ROLLBACKS[0]), row["snapshots"], continues=row.get("continues", ""),
+        row["k_dim"] if kind.recurs else 0, width, row["state_dtype"], row["padded_states"], row["fresh"],
+        row["order"], row["strided"], row.get("rollback", ROLLBACKS[0]), row["snapshots"],
+        continues=row.get("continues", ""),
         conv_windows=row["conv_windows"] if row.get("conv_windows") in windows else windows[0],
     )  # fmt: skip
     rows, slack = so_far["rows"], row["slack"]
@@ -127,6 +139,9 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     else:
         prefixes = _BATCHES[row["lens"]]
         rows = Verify(chain(row["nodes"])) if "nodes" in row else rows
+        if "accepted_of" in row:
+            width = row["accepted_of"]
+            rows = Accepted(tuple(1 + place % width for place in range(len(prefixes))), width, v2=True)
     return {
         "rows": rows,
         "page_size": min(declared.kv_pool.page_sizes),

@@ -10,10 +10,12 @@ from ..cases.case import Case
 from ..cases.features.kv_splits import has_own_pools, splits_of
 from ..contract import Capabilities, Execution
 from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, index_scales, keys_of, scales_of
+from ..contract.index_rope import rotated_index
 from ..contract.sparse import INDEX_SUMS
 from ..results.finding import Finding
 from ..steps.data import StepData
 from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
+from ..steps.index_rope import OTHER_STYLE, before_rotation, turns_of
 from ..steps.kv_groups import slot_in_pool
 from .comparison import Comparison
 from .describe import number
@@ -192,6 +194,9 @@ def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: 
     tokens = after[place].view(-1, INDEX_WIDTH + 4)[slots]
     if torch.equal(tokens[:, :INDEX_WIDTH], want):
         return "the page is written token by token, 128 bytes and a scale each: a page has 64 keys, then 64 scales"
+    held = keys_of(after[place]).flatten(0, 1)[slots].view(torch.uint8)
+    if text := _of_rotation(case, given, comparison.expected.data.positions[rows], held):
+        return text
     got = scales_of(after[place]).flatten()[slots]
     for other, of_other in enumerate(index_layers(case)):
         there = scales_of(after[other]).flatten()[slots]
@@ -204,6 +209,24 @@ def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: 
     if torch.equal(got, dialect) and not torch.equal(dialect, scale):
         said = "amax / 448, but powers of two are declared" if case.indexer.pow2 else "powers of two"
         return f"the scales are {said}: see Indexer.scale"
+    return ""
+
+
+def _of_rotation(case: Case, given: torch.Tensor, positions: torch.Tensor, held: torch.Tensor) -> str:
+    """Hint for stored keys ``held`` [n, 128] uint8 that were not rotated to ``given`` [n, 128], or in another style."""
+    style = case.indexer.rotates if case.indexer else "none"
+    if style not in OTHER_STYLE:
+        return ""
+    turns = turns_of(positions)
+    before = before_rotation(given, turns, style)
+    other = rotated_index(before, turns, OTHER_STYLE[style])
+    for rows, text in (
+        (before, "the keys are stored as they are given: they are not rotated"),
+        (other, f"the keys are rotated in the style {OTHER_STYLE[style]}: other numbers are pairs in {style}"),
+    ):
+        want = (rows / index_scales(rows, scale_of(case))[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+        if torch.equal(held, want) and not torch.equal(rows, given):
+            return text
     return ""
 
 

@@ -51,7 +51,7 @@ class _After(NamedTuple):
     def place(self, end: int) -> str:
         """Words after the name of a request for one of its ends; empty for its only state."""
         each, data = self.data.ends[end], self.data
-        if data.nodes > 1:
+        if data.nodes > 1 or not each.has_window:
             return f" after node {each.rows - 1}"
         return " in its copy for the prefix cache" if each.slot in data.snapshot_slots else ""
 
@@ -74,9 +74,9 @@ def _after(observed: Observation) -> _After | None:
 @lru_cache(maxsize=2)
 def _ratios(observed: Observation) -> torch.Tensor | None:
     """Error over limit of each row of a state, its norm and its largest element, [L, E, Hv, V]; NaN is infinite. None
-    where ``_after`` is."""
+    where ``_after`` is, and for layers without a recurrence."""
     after = _after(observed)
-    if after is None:
+    if after is None or not after.states.numel():
         return None
     got, want = after.states.flatten(0, 1), after.want.states.flatten(0, 1)
     worst = torch.empty(want.shape[:-1], dtype=torch.float64)
@@ -266,6 +266,16 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     ]
 
 
+def _shifted_in_no_order(after: _After) -> torch.Tensor:
+    """[L, E, C, columns]: windows that were moved to column 0 of their slot, the last column first."""
+    found, last = after.want.windows.clone(), after.want.windows.shape[-1] - 1
+    for place, end in enumerate(after.data.ends):
+        by = end.rows - 1
+        for column in range(last - by, -1, -1) if by > 0 else ():
+            found[:, place, :, column] = found[:, place, :, column + by]
+    return found
+
+
 def _columns_written(observed: Observation, case: Case, after: _After) -> list[Finding]:
     """Columns after the W - 1 of ``taps_first`` that hold neither the NaN nor the zeros that a server puts there."""
     if after.data.shape.conv_windows != "taps_first":
@@ -316,6 +326,11 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
         return (
             f"{text}, or from columns of its longer window that hold no input: the last inputs are in the {end} "
             f"{got.shape[-1] - after.data.history} columns"
+        )
+    if after.data.shape.by_slots and after.data.shape.commits and fits(_shifted_in_no_order(after)):
+        return (
+            "columns of it were overwritten before they were moved: the two ranges overlap, so copy the first column "
+            "first, or read all columns before one is written"
         )
     if fits(want.flip(-1)):
         return "its columns are in reverse order: the oldest input comes first"
@@ -450,6 +465,10 @@ def _has_states(case: Case) -> bool:
     return case.state is not None
 
 
+def _recurs(case: Case) -> bool:
+    return case.state is not None and case.state.recurs
+
+
 EVALUATIONS = (
     Evaluation(
         "reads-own-state",
@@ -462,7 +481,7 @@ EVALUATIONS = (
     ),
     Evaluation(
         "verify-keeps-state",
-        shown_by=lambda case: case.state is not None and case.tree is not None and case.state.rollback == "commit",
+        shown_by=lambda case: _recurs(case) and case.tree is not None and not case.by_slots,
         run=lambda comparison, schedule, declared: verify_keeps_state(comparison.observed, schedule.case),
     ),
     Evaluation(
@@ -472,7 +491,7 @@ EVALUATIONS = (
     ),
     Evaluation(
         "state-matches-oracle",
-        shown_by=_has_states,
+        shown_by=_recurs,
         run=lambda comparison, schedule, declared: state_matches_oracle(comparison.observed, schedule.case),
     ),
     Evaluation(

@@ -169,7 +169,7 @@ class AttentionBackend(ABC):
 
     def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
         """Quantize index keys ``k_index`` [T, 128] (model's dtype), and store them in ``context.index_pool`` in the
-        slots ``batch.out_cache_loc``.
+        slots ``batch.out_cache_loc``. With ``Indexer.rotates`` they are rotated first.
 
         Called before ``select``, if ``capabilities.sparse.indexer`` is declared, and not if the pool holds the step's
         keys already. Nothing else in the pool may change. May run under capture: device work only.
@@ -182,6 +182,7 @@ class AttentionBackend(ABC):
         """Select the keys of each row: [T, topk] int32 on the device, in any order, -1 where there is none.
 
         ``q_index`` [T, heads, 128] in FP8 e4m3; ``weights`` [T, heads] float32, which include the scale of ``q_index``.
+        With ``Indexer.rotates`` it has the model's dtype, and the weights do not include its scale.
         The score of key s for row t is the sum over heads h of ``weights[t, h] * relu(q_index[t, h] . k[s])``, times
         the scale of key s. A row selects the min(topk, keys that it may see) keys with the highest scores; its own key
         may be one of them. Rows of padded requests may hold anything. An index is what ``Sparse.index_space`` says.

@@ -33,6 +33,8 @@ from .windows import Windows
 
 __all__ = ["Capabilities", "Unsupported"]
 
+_IN_DRAFTS = frozenset({ForwardMode.DRAFT_EXTEND_V2})
+"""Modes of a draft model in which layers run if all kinds have ``StateKind.in_drafts``."""
 _MODES_OF_STATES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 
 
@@ -199,11 +201,20 @@ class Capabilities(Declared):
                 f"Capabilities.heads.families are {', '.join(sorted(self.heads.families))}, and state={self.state!r}: "
                 f"layers that keep a state are {', '.join(STATE_KINDS)}, and need state=State(...); others have none"
             )
-        others = (self.eager | self.graph) - _MODES_OF_STATES
+        kinds = [STATE_KINDS[name] for name in sorted(of_states)]
+        allowed = _MODES_OF_STATES | (_IN_DRAFTS if all(kind.in_drafts for kind in kinds) else frozenset())
+        others = (self.eager | self.graph) - allowed
         if others:
             raise ValueError(
                 f"Capabilities declare state and {', '.join(sorted(others))}: layers that keep a state run in "
-                f"{', '.join(sorted(_MODES_OF_STATES))}; a draft model has attention layers. Leave the mode out"
+                f"{', '.join(sorted(allowed))}; a draft model has attention layers, or convolutions (a class whose "
+                "only family is conv), which run in draft-extend-v2. Leave the mode out"
+            )
+        alone = [kind.name for kind in kinds if not kind.recurs]
+        if alone and (max(self.state.conv_widths) == 1 or not self.state.plain_convolution):
+            raise ValueError(
+                f"Capabilities.heads.families have {alone[0]}, whose layers are a convolution of 2 taps or more "
+                "without an activation: State.conv_widths needs such a width, and State.plain_convolution is then True"
             )
         if (self.bounds.max_topk > 1) != bool(self.state.trees & self.heads.families):
             raise ValueError(

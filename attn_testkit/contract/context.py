@@ -63,6 +63,9 @@ class BackendContext:
     index_req_to_token: torch.Tensor | None = None
     """[requests, max_context_len] int32: slot in the index pool of each key of a request, for a rank
     (``Indexer.replicated``), whose index pool has all keys. None: index keys are in the slots of the KV pool."""
+    index_rope: torch.Tensor | None = None
+    """[positions, 64] float32: 32 cosines and 32 sines of each position, for index queries and keys that the backend
+    rotates (``Indexer.rotates``); None: they are rotated already."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
     max_encoder_len: int = 0
@@ -97,6 +100,12 @@ class BackendContext:
     ``none``: no batch has one."""
     state: StateContext | None = None
     """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
+    tp_size: int = 1
+    """Ranks of the server's tensor parallelism, which have a part each of the layers other than attention."""
+    attn_tp_size: int = 1
+    """Ranks among which the heads of an attention layer are dealt: ``tp_size``, or fewer with data parallelism of
+    attention, in which ranks have different requests (``get_attention_tp_size`` of SGLang). ``layers`` have the heads
+    of one rank, and so do q, k, v and the pool."""
     row_split: RowSplit | None = None
     """Rows of each prompt that this instance computes, as one of ``pcp_world_size`` ranks that each have all keys in a
     pool of their own. None: all rows."""
@@ -105,6 +114,11 @@ class BackendContext:
     def head_shapes(self) -> tuple[HeadShape, ...]:
         """Different head shapes of the layers, in the order of ``layers``."""
         return tuple(dict.fromkeys(layer.head_shape for layer in self.layers))
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of the model: those of the widest layer, on all ``attn_tp_size`` ranks together."""
+        return self.attn_tp_size * max(layer.tp_q_head_num for layer in self.layers)
 
     @cached_property
     def groups(self) -> tuple[KVGroup, ...]:

@@ -143,7 +143,7 @@ class AttentionLayer(OfHeadLayout):
     @property
     def has_usual_scaling(self) -> bool:
         """True if ``scaling`` is 1/sqrt(head_dim), apart from rounding."""
-        return math.isclose(self.scaling, self.head_dim**-0.5, rel_tol=1e-6)
+        return math.isclose(self.scaling * self.head_dim**0.5, 1.0, rel_tol=1e-6)
 
     @property
     def q_per_kv(self) -> int:

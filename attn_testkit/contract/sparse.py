@@ -9,10 +9,11 @@ from .context import BackendContext
 from .declared import Declared, is_whole, spelled
 from .refusal import Refusal
 
-__all__ = ["INDEX_SCALES", "INDEX_SPACES", "INDEX_SUMS", "SELECTING_FORWARDS", "Indexer", "Sparse"]
+__all__ = ["INDEX_ROTATIONS", "INDEX_SCALES", "INDEX_SPACES", "INDEX_SUMS", "SELECTING_FORWARDS", "Indexer", "Sparse"]
 
 INDEX_SPACES = ("positions", "slots")
 INDEX_SCALES = ("amax", "power_of_two")
+INDEX_ROTATIONS = ("none", "neox", "interleaved")
 SELECTING_FORWARDS = ("each", "first")
 INDEX_SUMS = {"float32": 2.0**-24, "fp22": 2.0**-13}
 """Sums of products -> their unit of rounding."""
@@ -47,6 +48,13 @@ class Indexer(Declared):
     sums: str = "float32"
     """How are products of FP8 numbers summed? Default, ``float32``. ``fp22``: with 13 bits of mantissa, as tensor cores
     of SM90 do. It widens the margin of scores that are not whole numbers."""
+    rotates: str = "none"
+    """Does the backend rotate index queries and keys, and quantize the queries, in one kernel (``fused_indexer_q`` of
+    vLLM, ``indexer_qk_rope_quant_and_cache`` of aiter)? Default, ``none``: both are rotated, and queries are FP8.
+    ``neox``: ``q_index`` [T, heads, 128] has the model's dtype. Numbers i and i + 32 of each query and key are a pair
+    (x, y), for i below 32, which becomes (x cos - y sin, y cos + x sin). The cosines and sines of a position are in
+    ``BackendContext.index_rope``. ``interleaved``: numbers 2 i and 2 i + 1 are such a pair. A query is quantized by
+    the rule of ``scale``, and its weight is multiplied by its scale."""
     fused: bool = False
     """Is the indexer a part of ``forward``? Then ``forward`` gets ``q_index``, ``index_weights`` and ``k_index`` by
     name, no ``selected``, and neither ``store_index`` nor ``select`` is called."""
@@ -60,6 +68,11 @@ class Indexer(Declared):
         self._set("heads", frozenset(heads))
         spelled("scale", self.scale, INDEX_SCALES)
         self._check_words("drafts", SELECTING_FORWARDS)
+        spelled("rotates", self.rotates, INDEX_ROTATIONS)
+        if self.rotates != "none" and (self.drafts or self.fused or self.replicated):
+            raise ValueError(
+                "Indexer.rotates excludes drafts, fused and replicated: no case combines them; leave these out"
+            )
         if self.drafts and self.fused:
             raise ValueError(
                 "Indexer.drafts excludes fused: forwards of a draft share a selection that select returned"
@@ -137,5 +150,6 @@ def _selects(indexer: Indexer | None, context: BackendContext) -> bool:
     heads = indexer.heads if indexer.fused else indexer.heads | {0}
     reused = indexer.reuses_selections or not any(layer.reuses_selection for layer in context.layers)
     scale = context.index_pool is None or context.index_pool.scale == indexer.scale
+    scale = scale and (context.index_pool is None or (context.index_rope is None) == (indexer.rotates == "none"))
     replicated = indexer.replicated or context.index_req_to_token is None
     return reused and scale and replicated and all(layer.index_heads in heads for layer in context.layers)

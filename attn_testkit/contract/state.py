@@ -30,7 +30,8 @@ PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
 FRESH = ("flag", "zeroed")
 ORDERS = ("vk", "kv")
 SLOTS_IN_DECODE = "slots_in_decode"
-ROLLBACKS = ("commit", "slots", SLOTS_IN_DECODE)
+SLOTS_MOVED = "slots_moved"
+ROLLBACKS = ("commit", "slots", SLOTS_IN_DECODE, SLOTS_MOVED)
 CONTINUES = ("copy", "source")
 ROUNDINGS = ("nearest", "stochastic")
 CONV_WINDOWS = ("exact", "taps_first", "newest_last")
@@ -48,7 +49,7 @@ class State(Declared):
     """
 
     k_dims: Set[int] = frozenset({128})
-    """Widths of a key: K of a state [V, K]."""
+    """Widths of a key: K of a state [V, K]. Layers of kind ``conv`` have none, and K is 0."""
     dtypes: Set[str] = frozenset({"fp32"})
     """Dtypes of the recurrent state: ``fp32``, ``bf16``, ``fp16``. The convolution's window has the model's dtype."""
     conv_widths: Set[int] = frozenset({4})
@@ -74,7 +75,9 @@ class State(Declared):
     each node in ``pool.scratch``, and ``StateBackend.commit`` makes one of them the slot's (SGLang). ``slots``: a
     request has a slot for each node, and the next step reads that of the last accepted one (vLLM).
     ``slots_in_decode``: the same, and a decode without a draft, which may follow a verify, gets the list of slots and
-    ``num_accepted``, too (Mamba2 of vLLM: ``mamba_attn.py``)."""
+    ``num_accepted``, too (Mamba2 of vLLM: ``mamba_attn.py``). ``slots_moved``: a slot for each node, and
+    ``StateBackend.commit`` moves the state of the last accepted one to the first slot, and the window within its own
+    memory (``postprocess_mamba`` of vLLM with ``mamba_cache_mode="align"``)."""
     snapshots: Set[int] = frozenset()
     """Lengths of a chunk, at whose ends states are copied to another slot for a prefix cache (``Snapshot``); empty:
     never. With rollback ``commit`` only."""
@@ -149,7 +152,8 @@ def _refused(declared: State, context: BackendContext, state: StateContext) -> I
     layers, verifies = state.layers, ForwardMode.TARGET_VERIFY in context.modes
     if not declared.hybrid and not all(layer.head_layout.has_state for layer in context.layers):
         yield "softmax layers next to layers that keep a state,", True
-    yield from first_outside("width of a key", (layer.k_dim for layer in layers), declared.k_dims)
+    widths = (layer.k_dim for layer in layers if layer.of_kind.recurs)
+    yield from first_outside("width of a key", widths, declared.k_dims)
     yield from first_outside("state dtype", [name_of_dtype(state.pool.dtype)], declared.dtypes)
     yield from first_outside("convolution of width", (layer.conv_width for layer in layers), declared.conv_widths)
     if any(layer.conv_width > 1 for layer in layers):

@@ -54,6 +54,9 @@ class StateBackend(AttentionBackend):
         the window before the rows begins at column ``num_accepted[i] - 1``. After the step the columns hold the last
         W - 2 inputs of that window and the N new ones, so the window after row t begins at column t.
 
+        With ``slots_moved`` the step is that of ``slots``, and ``commit`` follows. So each step finds the state in the
+        first slot, with a ``num_accepted`` of 1, also after a longer draft.
+
         With ``slots_in_decode`` a decode has the list and ``num_accepted``, too. It continues the last draft as a
         verify of a single row does: state and window before it are those of the last accepted node. Those after it are
         stored in the first slot, the window from column 0 on; the other slots do not change.
@@ -77,6 +80,10 @@ class StateBackend(AttentionBackend):
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         """Make window and state after the last accepted node of each draft those of its slot, in all layers.
+
+        With rollback ``slots_moved`` the state is that of slot ``indices[i, steps[i]]``, and is copied to ``indices[i,
+        0]``. The window begins at column ``steps[i]`` of that first slot, and is moved to column 0 there: both ranges
+        overlap. Other slots do not change, and columns after the window may hold anything.
 
         Called after acceptance, outside of any graph: device work only. ``steps`` [bs] int32: index of that node, 0
         being the root; -1: nothing is stored, as for padded requests. ``state``: that of the verify's batch, with the

@@ -20,9 +20,9 @@ class StateKind:
 
     name: str
     """Name in ``HeadShapes.families`` and case ids."""
-    parts: tuple[str, str, str] = ("q", "k", "v")
+    parts: tuple[str, ...] = ("q", "k", "v")
     """Parts of ``mixed`` in their order, by the names that the kind's papers use. One is a value per value head, the
-    other two have the width of a key per key head."""
+    others have the width of a key per key head."""
     value_part: int = 2
     """Index of the value in ``parts``."""
     a: GateWidth = "head"
@@ -39,6 +39,10 @@ class StateKind:
     """Queries and keys are divided by the root of their sum of squares plus 1e-6, and queries by the root of K."""
     fixed_decay: bool = False
     """All tokens of a head have one decay, which is a parameter of the layer."""
+    recurs: bool = True
+    """A recurrence follows the convolution. False: there is none, so a slot has a window and no state (K is 0)."""
+    in_drafts: bool = False
+    """Draft models have such layers, too, so they also run in draft-extend-v2."""
 
 
 STATE_KINDS: Mapping[str, StateKind] = {
@@ -54,6 +58,10 @@ STATE_KINDS: Mapping[str, StateKind] = {
             fixed_decay=True,
         ),
         StateKind("rwkv", a="channel", b="channel", groups=False, convolves=False, normalizes=False),
+        StateKind(
+            "conv", parts=("x",), value_part=0, a="none", b="none", groups=False, overwrites=False,
+            normalizes=False, recurs=False, in_drafts=True,
+        ),
     )
 }  # fmt: skip
 """Name -> kind."""

@@ -16,7 +16,8 @@ __all__ = ["StateLayer"]
 
 @dataclass(frozen=True)
 class StateLayer(AttentionLayer):
-    """A layer that stores one state per request, however long the request is: GDN, KDA, Mamba2, Lightning, RWKV-7.
+    """A layer that stores one state per request, however long the request is: GDN, KDA, Mamba2, Lightning, RWKV-7, and
+    short convolutions.
 
     Hk key heads (Mamba2: groups) of width K, Hv value heads of width V. Value head h uses key head h // (Hv / Hk). Each
     row has ``mixed`` [T, C], to which a causal convolution of W taps is applied per channel, and gates:
@@ -29,6 +30,7 @@ class StateLayer(AttentionLayer):
     ``mamba``      x [Hv, V], B, C [Hk, K] each              dt [T, Hv]           none            [V, K]
     ``lightning``  q, k [Hv, K] each, v [Hv, V]              none                 none            [V, K]
     ``rwkv``       the same                                  [T, Hv * K]          [T, Hv * K]     [V, K]
+    ``conv``       x [Hv, V]                                 none                 none            none: K is 0
     ============== ========================================= ==================== =============== =====================
 
     After the convolution (``activation`` of bias + sum of taps times inputs, oldest first) each row updates the state
@@ -43,6 +45,8 @@ class StateLayer(AttentionLayer):
     * ``rwkv`` (RWKV-7): w = exp(-exp(-1/2) sigmoid(a)) and eta = sigmoid(b), one for each channel of K; kappa = k k_k
       divided by its length; S = S diag(w) - (S kappa) (eta kappa)^T + v (k (1 + (eta - 1) k_a))^T; out = S q. kappa
       reads the state before its decay.
+    * ``conv``: out = x after the convolution, which has no activation. The model multiplies by its gates before and
+      after the layer (``ShortConv`` of LFM2). A slot has a window, and a state without elements.
     """
 
     kind: str = "gdn"
@@ -54,9 +58,9 @@ class StateLayer(AttentionLayer):
     activation: str = "silu"
     """Activation after the convolution: ``silu`` or ``none``."""
     A_log: torch.Tensor | None = field(default=None, compare=False)
-    """[Hv] float32; None in Lightning and RWKV-7."""
+    """[Hv] float32, of GDN, KDA and Mamba2."""
     dt_bias: torch.Tensor | None = field(default=None, compare=False)
-    """[Hv] float32, KDA: [Hv, K]; None in Lightning and RWKV-7."""
+    """[Hv] float32, KDA: [Hv, K]; of GDN, KDA and Mamba2."""
     D: torch.Tensor | None = field(default=None, compare=False)
     """[Hv] float32, Mamba2 only."""
     slope: torch.Tensor | None = field(default=None, compare=False)
@@ -85,7 +89,7 @@ class StateLayer(AttentionLayer):
 
     @property
     def k_dim(self) -> int:
-        """K: width of a key."""
+        """K: width of a key; 0 if nothing but a convolution is computed."""
         return self.head_dim
 
     @property

@@ -158,14 +158,15 @@ class StateInput:
 
     indices: torch.Tensor
     """[bs] int32: slot of each request, which ``StateContext.req_to_state`` gives for its row, too. For a padded
-    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node;
-    with ``slots_in_decode`` in decode, too. Other modes of such an instance have the first of them."""
+    request -1 or 0 (``State.padding``). In target-verify with a rollback by slots [bs, N]: a slot for each
+    node; with ``slots_in_decode`` in decode, too. Other modes of such an instance have the first of them."""
     has_initial_state: torch.Tensor | None = None
     """[bs] bool, in extend: False for a request that has no token before the step, and so begins from zeros. None in
     decode and target-verify."""
     num_accepted: torch.Tensor | None = None
-    """[bs] int32, in target-verify with rollback ``slots``, and in decode with ``slots_in_decode``: accepted nodes of
-    the request's previous step, 1 to N; 1 for padded requests, after a prompt and after a decode."""
+    """[bs] int32, in target-verify with rollback by slots, and in decode with ``slots_in_decode``: accepted nodes of
+    the request's previous step, 1 to N; 1 for padded requests, after a prompt, after a decode and after a ``commit``.
+    """
     sources: torch.Tensor | None = None
     """[bs] int32, in decode and extend with ``StateContext.continues`` ``source``: slot whose window and state request
     i continues. It may be its own (``indices[i]``), or one of the prefix cache, which other requests of the batch may

@@ -43,6 +43,8 @@ of keys per selected one, since no bin overflows in a shorter request."""
 _LARGE_GATES = 2.0**13
 """Factor of the gates of every second row of exact data, a power of two, so that order and exactness stay. Half of the
 scores of such a row are negative, and many are below -65504, the smallest number of FP16 (cudnn-frontend #445)."""
+_SCALED = -2
+"""Number of a query that makes its scale a power of two, if the backend quantizes queries; that of a key is 0."""
 _NEARLY = slice(255, None, 511)
 """Number of slots whose keys are nearly equal to others, in data of ties."""
 
@@ -91,6 +93,13 @@ def scale_of(case: Case) -> str:
 
 def _keys(case: Case, slots: int, rng: np.random.Generator) -> torch.Tensor:
     """[L, slots, 128] float32."""
+    found = _numbers_of_keys(case, slots, rng)
+    if case.indexer and case.indexer.rotates != "none":
+        found[..., _SCALED] = 0
+    return found
+
+
+def _numbers_of_keys(case: Case, slots: int, rng: np.random.Generator) -> torch.Tensor:
     assert case.indexer is not None
     layers = case.layers.count
     if case.indexer.data == "gauss":
@@ -114,6 +123,13 @@ def _keys(case: Case, slots: int, rng: np.random.Generator) -> torch.Tensor:
 
 def _queries(case: Case, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """[rows, heads, 128] and [rows, heads], float32."""
+    q, weights = _numbers_of_queries(case, rows, rng)
+    if case.indexer and case.indexer.rotates != "none":
+        q[..., _SCALED] = 448
+    return q, weights
+
+
+def _numbers_of_queries(case: Case, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     assert case.indexer is not None
     shape = (rows, case.indexer.heads)
     if case.indexer.data == "gauss":

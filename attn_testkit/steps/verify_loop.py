@@ -61,7 +61,9 @@ class VerifyLoop(Loop):
         """True for a round, from 0 on, in which the texts whose drafts are verified are decoded once before. With
         rollback ``slots`` a decode reads the first slot, which is not where a verify left the state.
         """
-        return number % 2 == 1 and self.schedules[0].case.by_slots == self.schedules[1].case.by_slots
+        verify, decode = (schedule.case for schedule in self.schedules[:2])
+        moved = verify.state is not None and verify.state.commits
+        return number % 2 == 1 and (moved or verify.by_slots == decode.by_slots)
 
     def decodes(self, accepted: Sequence[Sequence[int]]) -> list[int]:
         """Decode steps of each round: as many as are needed until each request has S decoded tokens that are not

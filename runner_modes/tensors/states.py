@@ -98,9 +98,11 @@ def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput 
     modes, or if the counts of the next step convey it.
     """
     mode = staged.schedule.case.mode
-    if state is None or not mode.is_target_verify() or _by_slots(harness.context, mode):
+    shape = staged.schedule.case.state
+    if state is None or shape is None or not mode.is_target_verify() or not shape.commits:
         return
-    for each in harness.memories:
+    # With slots for its nodes a verify stores states before they are accepted.
+    for each in harness.memories if not shape.by_slots else ():
         each.memory.before_commit(each.watch)
     data, padded = _numbers(staged), bs - staged.step.bs
     kept = [count - 1 for count in data.kept] + [-1] * padded

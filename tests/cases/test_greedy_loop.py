@@ -157,11 +157,16 @@ def test_the_loop_of_target_verify_has_kv_groups_and_needs_decode_and_extend() -
 def test_loops_of_states_have_each_rollback_and_those_of_hybrids_each_kind() -> None:
     verify = ForwardMode.TARGET_VERIFY
     alone = loops(TorchNativeStateBackend.capabilities, verify)
-    assert [case.state.rollback for case in alone if case.state] == ["commit", "slots", "slots_in_decode"]
+    assert [case.state.rollback for case in alone if case.state] == [
+        "commit",
+        "slots",
+        "slots_in_decode",
+        "slots_moved",
+    ]
     hybrids = loops(TorchNativeHybridBackend.capabilities, verify)
-    assert [case.heads.family for case in hybrids] == ["gdn", "kda", "mamba", "lightning", "rwkv"]
+    assert [case.heads.family for case in hybrids] == ["gdn", "kda", "mamba", "lightning", "rwkv", "conv"]
     assert {case.state.rollback for case in hybrids if case.state} == set(ROLLBACKS)
-    assert {(case.head_dim, case.state.k_dim) for case in [*alone, *hybrids] if case.state} == {(64, 64)}
+    assert {(case.head_dim, case.state.k_dim) for case in [*alone, *hybrids] if case.state} == {(64, 64), (64, 0)}
 
 
 VERIFY = "target-verify-gqa2x2-d64-bf16-p4-k{prefixes}-{draft}-loop{rounds}-shuffled-gauss-b4prod"

@@ -51,12 +51,19 @@ def words(cell: str) -> list[str]:
 EVERYWHERE = [(word, "decode") for row in table("Always there") for word in words(row[0]) if word not in PLAIN]
 OF_MODES = [(w, mode) for row in table("Of a mode") for w in words(row[0]) for mode in row[1].split(", ")]
 OPTIONAL = [(word, "decode") for row in table("Optional") for word in words(row[0])]
-WITHOUT_CONVOLUTION = ("lightning8", "rwkv8")
-OF_STATES = [
-    (word, STATES.replace("gdn4x2-", f"{word[:-1]}4-").replace("w2", "w1") if word in WITHOUT_CONVOLUTION else STATES)
-    for row in table("Of layers that keep a state")
-    for word in words(row[0])
-]
+OF_OTHER_SHAPES = {"lightning8": "k32w1", "rwkv8": "k32w1", "conv8": "k0w2", "k0w3s32": "k0w3"}
+"""Word -> shape of a state that it needs."""
+
+
+def states_with(word: str) -> str:
+    """A case that may have the word."""
+    if word not in OF_OTHER_SHAPES:
+        return STATES
+    kind = word[:-1] if word.endswith("8") else "conv"
+    return STATES.replace("gdn4x2-", f"{kind}4-").replace("k32w2", OF_OTHER_SHAPES[word])
+
+
+OF_STATES = [(word, states_with(word)) for row in table("Of layers that keep a state") for word in words(row[0])]
 
 
 def kinds() -> list[re.Pattern[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...contract import Capabilities, ForwardMode
@@ -147,6 +147,17 @@ def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
     return {"heads": heads, "rope_dim": 0, "usual_scaling": like.usual_scaling}
 
 
+_SERVER_RANKS = ((1, 1), (8, 1), (8, 2))
+"""``BackendContext.tp_size`` and ``attn_tp_size`` of each value of the derived parameter ``server-ranks``."""
+
+
+def _context(schedules: Sequence[Any]) -> Changes:
+    case = schedules[0].case
+    own = case.instance_of or case
+    ranks = _SERVER_RANKS[0 if own.handed else own.derived("server-ranks")]
+    return dict(zip(("tp_size", "attn_tp_size"), ranks, strict=True))
+
+
 def _value(case: Fields) -> str:
     if not case.rope_dim:
         return str(case.heads)
@@ -244,8 +255,16 @@ HEADS = Feature(
             page="how-to/recurrent-states.md",
             numbers=True,
         ),
+        Entry(
+            "conv8",
+            "A short convolution without a recurrence, as in LFM2, of 8 heads.",
+            also=("short convolution", "ShortConv"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
     ),
     describe=lambda case: {"heads": _phrase(case)},
+    context=_context,
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),
     values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}),
     covered=(

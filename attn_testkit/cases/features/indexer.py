@@ -47,6 +47,7 @@ def _words(case: Fields) -> str:
     scale = "powers of two" if each.pow2 else "amax / 448"
     more = (
         ", in forward" * each.fused
+        + f", which rotates its queries and keys in the style {each.rotates}" * (each.rotates != "none")
         + f", of whose selections each is for {each.reuse} layers" * each.shared
         + " in the first forward of a draft" * each.first
         + f", {each.data}" * bool(each.data)
@@ -64,6 +65,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         each.heads in indexer.heads
         and each.pow2 == (indexer.scale == "power_of_two")
         and each.fused == indexer.fused
+        and each.rotates == indexer.rotates
         and each.shared <= indexer.reuses_selections
         and has_own_pools(case) <= indexer.replicated
         and (("first" if each.first else "each") in indexer.drafts if case.draft else not each.first)
@@ -87,7 +89,7 @@ def _like(indexer: Indexer, each: Indexing, mode: ForwardMode) -> Indexing:
     drafts = indexer.drafts if mode is ForwardMode.DRAFT_DECODE else ()
     first = "first" in drafts and (each.first or "each" not in drafts)
     data = "" if indexer.fused or first else each.data
-    return Indexing(heads, indexer.scale == "power_of_two", indexer.fused, reuse, first, data)
+    return Indexing(heads, indexer.scale == "power_of_two", indexer.fused, reuse, first, data, indexer.rotates)
 
 
 def _usual_heads(indexer: Indexer) -> int:
@@ -220,6 +222,19 @@ INDEXER = Feature(
         Entry(
             "idx4pow2",
             "An indexer of 4 heads whose keys have scales that are powers of two.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4neox",
+            "An indexer of 4 heads that rotates its queries and keys, with numbers i and i + 32 as a pair.",
+            also=("fused RoPE and quantization",),
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "idx4interleaved",
+            "An indexer of 4 heads that rotates its queries and keys, with numbers 2 i and 2 i + 1 as a pair.",
             page="how-to/selected-keys.md",
             numbers=True,
         ),

@@ -18,6 +18,7 @@ from ...contract.state import (
     ROLLBACKS,
     ROUNDINGS,
     SLOTS_IN_DECODE,
+    SLOTS_MOVED,
     STATE_DTYPES,
     State,
 )
@@ -56,6 +57,8 @@ def _words(case: Fields) -> str:
     if each is None:
         return "layers without a state"
     conv = f"a convolution of {each.conv_width}" if each.conv_width > 1 else "no convolution"
+    if not each.recurs:
+        return f"{conv} and no recurrence ({each})"
     return f"{each.dtype} states with keys of {each.k_dim} and {conv} ({each})"
 
 
@@ -70,6 +73,7 @@ _CONVENTIONS = {
     "kv": "states are [Hv, K, V]",
     "slots": "a slot for each node of a draft",
     SLOTS_IN_DECODE: "a slot for each node of a draft, which a decode without a draft gets, too",
+    SLOTS_MOVED: "a slot for each node of a draft, of which the accepted one is moved to the first",
     "strided": "there are gaps between slots",
     "stochastic": "states are rounded stochastically",
     "bigpool": "a pool of more than 2^31 elements",
@@ -90,7 +94,8 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     if state is None or each is None:
         return state is None and each is None
     # Nothing is taken back outside of target-verify, and some kinds have no convolution.
-    without = {"rollback": case.tree is None, "conv_width": not STATE_KINDS[case.heads.family].convolves}
+    kind = STATE_KINDS[case.heads.family]
+    without = {"rollback": case.tree is None, "conv_width": not kind.convolves, "k_dim": not kind.recurs}
     asked = {one: many for one, many in _SETS.items() if not without.get(one)}
     return (
         all(getattr(each, one) in getattr(state, many) for one, many in asked.items())
@@ -100,6 +105,12 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         and (each.conv_width == 1 or each.conv_windows in state.conv_windows)
         and (state.plain_convolution or case.data not in PASSED_ON)
     )
+
+
+def _runs_in_drafts(case: Fields) -> bool:
+    """True if layers of a draft model may be of the case's kind, and run in its mode."""
+    kind = case.heads.layout.state_kind
+    return kind is not None and kind.in_drafts and case.mode is ForwardMode.DRAFT_EXTEND_V2
 
 
 def _branches(case: Fields) -> bool:
@@ -125,11 +136,10 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
     for name in _SETS if shape else ():
         if getattr(shape, name) in getattr(declared, _SETS[name]):
             found[name] = getattr(shape, name)
-    if not STATE_KINDS[kind].convolves:
-        found["conv_width"] = 1
+    found |= sizes_of_kind(declared, kind, found["k_dim"], found["conv_width"])
     if not verifies:
         found["rollback"] = ROLLBACKS[0]
-    if verifies or found["dtype"] == "fp32":
+    if verifies or found["dtype"] == "fp32" or not STATE_KINDS[kind].recurs:
         found["rounding"] = ROUNDINGS[0]
     windows = conv_windows_of(declared, found["conv_width"], verifies=verifies)
     conv_windows = shape.conv_windows if shape and shape.conv_windows in windows else windows[0]
@@ -137,6 +147,16 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
     strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
     continues = shape.continues if shape and shape.continues in declared.continues and not verifies else ""
     return StateShape(**found, strided=strided, snapshots=each, big=big, continues=continues, conv_windows=conv_windows)
+
+
+def sizes_of_kind(declared: State, kind: str, k_dim: int, conv_width: int) -> dict[str, int]:
+    """Width of a key and taps of a convolution, as fields of ``StateShape``, if layers of a kind have both."""
+    of = STATE_KINDS[kind]
+    if not of.convolves:
+        conv_width = 1
+    elif conv_width == 1 and not of.recurs:
+        conv_width = max(declared.conv_widths)
+    return {"k_dim": k_dim if of.recurs else 0, "conv_width": conv_width}
 
 
 def conv_windows_of(declared: State, conv_width: int, *, verifies: bool) -> list[str]:
@@ -182,7 +202,7 @@ def _other_dtype(declared: Capabilities, context: BackendContext) -> tuple[str, 
 
 def _other_width(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     state = context.state
-    if state is None or declared.state is None:
+    if state is None or declared.state is None or not state.layers[0].of_kind.recurs:
         return None
     width = first_undeclared((96, 48, 24), declared.state.k_dims)
     other = with_layers(replace(context, layers=state.layers), head_dim=width)
@@ -226,12 +246,17 @@ def _other_windows(declared: Capabilities, context: BackendContext) -> tuple[str
 
 def _covered(name: str, words: str) -> Covered:
     def make(declared: Capabilities, case: Fields, value: Any) -> Changes:
-        return {"state": replace(case.state, **{name: value})} if case.state else {}
+        return {"state": replace(case.state, **{name: value})} if case.state and _has(case.heads.family) else {}
+
+    def _has(kind: str) -> bool:
+        return name != "k_dim" or STATE_KINDS[kind].recurs
 
     return Covered(
         f"state {name}",
         words,
-        lambda declared, mode: getattr(declared.state, _SETS[name]) if declared.state else (),
+        lambda declared, mode: (
+            getattr(declared.state, _SETS[name]) if declared.state and any(map(_has, declared.heads.families)) else ()
+        ),
         lambda declared, case: getattr(case.state, name) if case.state else None,
         make,
     )
@@ -279,6 +304,8 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     if isinstance(rows, Decode) or (isinstance(rows, Extend) and rows.chunks == 1):
         mode = ForwardMode.DECODE if isinstance(rows, Decode) else ForwardMode.EXTEND
         continues = draws.one_of(["", *_continued_in(declared, mode)])
+    if not STATE_KINDS[so_far["heads"].family].recurs:
+        drawn |= sizes_of_kind(state, so_far["heads"].family, 0, drawn["conv_width"])
     windows = conv_windows_of(state, drawn["conv_width"], verifies=isinstance(rows, Verify))
     drawn["conv_windows"] = draws.one_of(windows) if len(windows) > 1 else windows[0]
     shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues)
@@ -290,6 +317,12 @@ def _wrong(case: Fields) -> str:
         return f"heads {case.heads} and {case.state or 'no state'}: layers of {case.heads.family} " + (
             "keep a state; add its widths, such as k64w4s32" if case.state is None else "keep none"
         )
+    if case.state and case.state.recurs != STATE_KINDS[case.heads.family].recurs:
+        return f"{case.state}: layers of {case.heads.family} " + (
+            "have no keys; their width is 0, as in k0w3s32" if case.state.recurs else "have keys of a width above 0"
+        )
+    if case.state and not case.state.recurs and case.state.conv_width == 1:
+        return f"{case.state}: layers without a recurrence are a convolution of 2 taps or more"
     if case.state and case.state.conv_width == 1 and case.state.has_longer_windows:
         return f"{case.state}: layers without a convolution have no window"
     if case.state and isinstance(case.rows, Extend) and (0, 0) in zip(case.prefixes, case.rows.new, strict=True):
@@ -300,6 +333,8 @@ def _wrong(case: Fields) -> str:
 def _without_data(case: Fields) -> str:
     """The reason why layers of the case's kind cannot show what its data pattern is made for; empty if they can."""
     kind = case.heads.layout.state_kind
+    if case.data in (*PASSED_ON, NEAR_EPSILON) and kind and not kind.recurs:
+        return f"layers of {kind.name} have no state"
     if case.data == FAIR_ROUNDING and case.state and case.state.rounding != "stochastic":
         return "states are rounded to the nearest number"
     if case.data == NEAR_EPSILON and not (kind and kind.normalizes):
@@ -325,12 +360,18 @@ STATE = Feature(
             "states",
             lambda case: case.state is not None,
             excludes={
-                "rows of a draft model": "layers of a draft model are attention layers, and keep no state",
                 "layer options": "windows, soft caps, sinks and selections apply to keys",
                 "FP8 pool": "a layer that keeps a state has no KV pool",
                 "KV splits": "a layer that keeps a state has no keys to split",
                 "KV groups": "a layer that keeps a state has no KV pool",
                 "heads by layer": "all layers of a case have states of one shape",
+            },
+        ),
+        Trait(
+            "states of no draft model",
+            lambda case: case.state is not None and not _runs_in_drafts(case),
+            excludes={
+                "rows of a draft model": "layers of a draft model are attention layers or convolutions",
             },
         ),
         Trait(
@@ -373,6 +414,7 @@ STATE = Feature(
             "states that are rounded stochastically",
             lambda case: case.state is not None and case.state.rounding == "stochastic",
             excludes={
+                "no recurrence": "there is no state to round",
                 "states of prompts": "chunked kernels round states to the nearest number",
                 "drafts to verify": "servers round states of drafts to the nearest number",
                 "loop": "tokens of plain decoding would differ from run to run",
@@ -380,6 +422,7 @@ STATE = Feature(
                 "states in fp32": "a state in fp32 is stored as it is computed",
             },
         ),
+        Trait("no recurrence", lambda case: case.state is not None and not case.state.recurs),
         Trait("states in fp32", lambda case: case.state is not None and case.state.dtype == "fp32"),
         Trait("no states", lambda case: case.state is None),
     ),
@@ -390,7 +433,7 @@ STATE = Feature(
             lambda match, so_far: {"state": StateShape.read(match)},
             lambda case: str(case.state or ""),
             bounds=(
-                Bound("width of a key", 1, 1024),
+                Bound("width of a key", 0, 1024),
                 Bound("width of the convolution", 1, 16, 2),
                 Bound("length of a chunk with snapshots", 1, 1024, 5),
             ),
@@ -439,6 +482,12 @@ STATE = Feature(
             "Recurrent states whose windows have more columns than taps read, after the last inputs; `newestlast`: "
             "before them.",
             also=("tapsfirst", "newestlast", "longer window"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "k0w3s32",
+            "Layers that compute nothing but a convolution, of 3 taps: a slot has a window and no state.",
             page="how-to/recurrent-states.md",
             numbers=True,
         ),

@@ -32,7 +32,11 @@ def _finite_and_wrong(e: Evidence) -> bool:
 def _in_prompts(e: Evidence) -> bool:
     """True if rows of requests with several rows are wrong, and finite, in a step whose rows follow each other."""
     several = max((request.new for request in e.step.requests), default=0) > 1
-    return several and not e.branches and e.comparison.all_finite and not e.comparison.right
+    return several and _recurs(e) and not e.branches and e.comparison.all_finite and not e.comparison.right
+
+
+def _recurs(e: Evidence) -> bool:
+    return e.schedule.case.state is not None and e.schedule.case.state.recurs
 
 
 def _first_rows(e: Evidence) -> dict[int, int]:
@@ -187,7 +191,7 @@ def only_values_beyond_fp16(e: Evidence) -> str:
     )
 
 
-@hint(Level.PLACE, when=lambda e: e.changed is not None, family="recurrent")
+@hint(Level.PLACE, when=lambda e: e.changed is not None and _recurs(e), family="recurrent")
 def decays_that_are_right(e: Evidence) -> str:
     """The case is right with data of other decays."""
     assert e.changed is not None
@@ -196,7 +200,8 @@ def decays_that_are_right(e: Evidence) -> str:
     found = {data: False if data == own else e.changed.right_with_data(data) for data in tried}
     right = {data for data, answer in found.items() if answer}
     wrong = {data for data, answer in found.items() if answer is False}
-    reading = _reading(right, wrong)
+    # No other data may be known to be right, as in a step that continues another one.
+    reading = _reading(right, wrong) if right else ""
     return reading and f"the case passes with data of {_named(right)}, and fails with {_named(wrong)}: {reading}"
 
 

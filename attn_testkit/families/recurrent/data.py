@@ -97,8 +97,8 @@ def state_layers(case: Fields) -> tuple[StateLayer, ...]:
         rng = np.random.default_rng([index, heads.q_heads, heads.kv_heads, shape.k_dim, case.head_dim])
         plain = StateLayer(
             layer_id=case.layers.first + index, tp_q_head_num=heads.q_heads, tp_k_head_num=heads.kv_heads,
-            head_dim=shape.k_dim, v_head_dim=case.head_dim, scaling=shape.k_dim**-0.5, family="recurrent", kind=kind,
-            lower_bound=-5.0 if kind == "kda" and index % 2 else None,
+            head_dim=shape.k_dim, v_head_dim=case.head_dim, scaling=max(shape.k_dim, 1) ** -0.5, family="recurrent",
+            kind=kind, lower_bound=-5.0 if kind == "kda" and index % 2 else None,
         )  # fmt: skip
         found.append(
             replace(
@@ -120,7 +120,10 @@ def _conv(
         return {"conv_weight": weight.to(dtype), "activation": "none"}
     weight = normals((channels, width), rng) * (1.5 / width**0.5)
     bias = normals((channels,), rng) * 0.2 if index % 2 == 0 and data != NEAR_EPSILON else None
-    return {"conv_weight": weight.to(dtype), "conv_bias": None if bias is None else bias.to(dtype)}
+    return {
+        "conv_weight": weight.to(dtype), "conv_bias": None if bias is None else bias.to(dtype),
+        "activation": "silu" if layer.of_kind.recurs else "none",
+    }  # fmt: skip
 
 
 def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.Generator) -> dict[str, Any]:
@@ -131,6 +134,8 @@ def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.
         return {"slope": torch.from_numpy(np.abs(slope)).float()}
     if layer.kind == "rwkv":
         return _rwkv_parameters(heads, layer.k_dim, rng)
+    if not layer.of_kind.recurs:
+        return {}
     a_log = torch.from_numpy(np.log(rng.uniform(0.6, 1.4, heads))).float()
     if layer.kind == "mamba" and low == high == 1.0:
         a_log = torch.full((heads,), math.log(_EXACT_RATE) if data == EXACT_GATES else -math.inf)
@@ -151,7 +156,7 @@ class End:
     rows: int
     """0: the state before the step."""
     has_window: bool = True
-    """False for the second and later nodes of a draft with slots, whose windows are in the slot of the first."""
+    """False for the second and later slots of a draft, since the window is in the first one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +190,8 @@ class StateStepData(StepData):
     lists: _Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     """[B, N] with rollback ``slots``, else [B, 1]: slots of each request; ``slots`` are the first."""
     nodes: int = 1
-    """Slots of each request's list in which a step stores states: N in target-verify with a slot for each node."""
+    """Nodes of a request whose windows overlap in one slot after the step: N in target-verify with a slot for each node
+    and without a commit."""
     more_columns: int = 0
     """Columns of a window in memory after those of ``windows``: N - 1 that only drafts use, in other modes of an
     instance with ``slots``, or those of ``taps_first``."""
@@ -280,7 +286,7 @@ def state_places(schedule: Schedule) -> _Ints:
     case, slots = schedule.case, np.arange(state_pool_slots(schedule))
     if not shape_of(case).big:
         return slots
-    elements = case.heads.q_heads * case.head_dim * shape_of(case).k_dim
+    elements = case.heads.q_heads * case.head_dim * (shape_of(case).k_dim or shape_of(case).conv_width - 1)
     return np.where(slots > len(slots) // 2, slots + -(-_ELEMENTS // elements), slots)
 
 
@@ -424,9 +430,13 @@ def _memory_of(
     table = state_table(schedule, step)[[request.pool_row for request in step.requests]].astype(np.int64)
     by_slots = shape.by_slots
     lists = table if by_slots else table[:, :1]
-    nodes = 1 if case.tree is None else lists.shape[1]
-    if before is not None:
-        taken = tuple(before.kept[place] for place in places) if by_slots else (1,) * step.bs
+    stored = 1 if case.tree is None else lists.shape[1]
+    # After a commit the window begins at column 0, like that of a request without a draft.
+    nodes = 1 if shape.commits else stored
+    if shape.commits:
+        taken = (1,) * step.bs
+    elif before is not None:
+        taken = tuple(before.kept[place] for place in places)
     else:
         taken = tuple((request.pool_row + step.seed) % lists.shape[1] + 1 for request in step.requests)
     copies = tuple(_copied_rows(case, request, step, count) for request, count in zip(step.requests, kept, strict=True))
@@ -445,9 +455,9 @@ def _memory_of(
         )
     if by_slots:
         ends = [
-            End(int(slot), request, node + 1, node == 0)
+            End(int(slot), request, node + 1 if node or not shape.commits else kept[request], node == 0)
             for request, own in enumerate(lists)
-            for node, slot in enumerate(own[:nodes])
+            for node, slot in enumerate(own[:stored])
         ]
     else:
         ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]
@@ -526,7 +536,7 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
     b = normals((new, wide_b), rng) * 2.0
     if layer.of_kind.b == "channel":
         b = _rwkv_rates(data, new, layer.v_heads, layer.k_dim, rng)
-    state = normals((layer.v_heads, layer.v_dim, layer.k_dim), rng) * layer.k_dim**-0.5
+    state = normals((layer.v_heads, layer.v_dim, layer.k_dim), rng) * layer.scaling
     a, window = _gates(layer, data, new, wide_a, rng), normals((channels, 16), rng).clone()
     if data == NEAR_EPSILON:
         short = slice(0, 2 * layer.k_heads * layer.k_dim)

@@ -36,18 +36,21 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
             "a node continues its sibling, not its parent",
             replace(data, trees=tuple(map(_of_siblings, data.trees))),
         )
-    yield (
-        "each request begins from zeros: the state and the window before the step are ignored",
-        replace(data, states=zeros(data.states), windows=zeros(data.windows)),
-    )
-    yield (
-        "the recurrence begins from zeros: the state before the step is ignored",
-        replace(data, states=zeros(data.states)),
-    )
+    if data.shape.recurs:
+        yield (
+            "each request begins from zeros: the state and the window before the step are ignored",
+            replace(data, states=zeros(data.states), windows=zeros(data.windows)),
+        )
+        yield (
+            "the recurrence begins from zeros: the state before the step is ignored",
+            replace(data, states=zeros(data.states)),
+        )
     yield (
         "the convolution begins from zeros: the window before the step is ignored",
         replace(data, windows=zeros(data.windows)),
     )
+    if len(data.news) > 1 and data.shape.conv_width > 1 and not data.trees:
+        yield "the taps of its first rows read the last rows of the request before it", _across_requests(data)
     if len(data.news) > 1:
         for text, order in (("the request before it", 1), ("the request after it", -1)):
             yield f"a request reads the state of {text}", replace(data, states=data.states.roll(order, 1))
@@ -70,6 +73,16 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
         )
     if data.states.shape[2] > 1:
         yield "a head reads the state of the head before it", replace(data, states=data.states.roll(1, 2))
+
+
+def _across_requests(data: StateStepData) -> StateStepData:
+    """Data of a convolution that does not stop at the first row of a request: it reads the packed rows before it."""
+    columns = torch.arange(1 - data.shape.conv_width, 0)
+    at = torch.tensor([0, *data.news]).cumsum(0)[:-1, None] + columns
+    packed = data.q[:, at.clamp(min=0)].transpose(-1, -2)
+    own = data.windows[..., data.history :]
+    read = torch.where((at >= 0)[:, None], packed.to(own.dtype), own)
+    return replace(data, windows=torch.cat([data.windows[..., : data.history], read], -1))
 
 
 def _of_other_slots(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:

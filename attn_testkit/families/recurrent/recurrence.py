@@ -117,6 +117,8 @@ def start_of(data: StateStepData) -> Start:
 @lru_cache(maxsize=8)
 def recur(data: StateStepData) -> Recurrence:
     """The answer for a step's data, with all limits. Cached by the object."""
+    if not data.layers[0].of_kind.recurs:
+        return _of_convolutions(data)
     every = [_inputs(layer, index, data) for index, layer in enumerate(data.layers)]
     inputs = _Inputs(
         **{name: torch.stack([getattr(one, name) for one in every]) for name in _Inputs.__dataclass_fields__}
@@ -135,6 +137,17 @@ def recur(data: StateStepData) -> Recurrence:
         state_off=_WALKS * walk,
         windows=_windows(data),
     )
+
+
+def _of_convolutions(data: StateStepData) -> Recurrence:
+    """The answer for layers that compute nothing but a convolution: its output, and no state. The limit is twice the
+    largest error, because the norm of a row gets half of it (``row_limit``)."""
+    every = [convolved(layer, index, data) for index, layer in enumerate(data.layers)]
+    heads, wide = data.layers[0].v_heads, data.layers[0].v_dim
+    shape = len(data.layers), data.q.shape[1], heads, wide
+    out, off = (torch.stack(each).view(shape) for each in zip(*every, strict=True))
+    none = torch.zeros(len(data.layers), len(data.ends), heads, wide, dtype=torch.float64)
+    return Recurrence(out, 2 * off + FLUSHED, none[..., None][..., :0], none, none, _windows(data))
 
 
 def _loop(

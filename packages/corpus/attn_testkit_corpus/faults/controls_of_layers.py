@@ -12,6 +12,7 @@ from .dense import DenseBackend, Visibility
 from .encoder_decoder import EncoderDecoderBackend, EncoderInItsOwnGroup
 from .g_alibi import AlibiBackend
 from .g_qq_bias import QQBiasBackend
+from .g_server_ranks import HeadsOfRanksParent
 from .grouped import GroupedBackend
 from .i_kv_groups import FreedBackend
 from .i_kv_sharing import SharingBackend
@@ -27,6 +28,11 @@ class BackendPerKVGroup(GroupedBackend):
 @control()
 class HeadsOfEachLayer(ByLayerBackend):
     """Layers of one instance differ in head counts and head dims (Gemma 4): strides and splits are the layer's own."""
+
+
+@control()
+class HeadsOfAttentionRanks(HeadsOfRanksParent):
+    """Heads of a layer are those of the model divided by the ranks of attention, as in SGLang's Triton class."""
 
 
 @control()

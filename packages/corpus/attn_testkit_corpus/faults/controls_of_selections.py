@@ -12,6 +12,7 @@ from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerOnRanks, IndexerPar
 from .packed_pages import Fp4RowsParent, PackedPagesParent
 from .s_draft_selections import DraftIndexer
 from .s_non_causal import NonCausalIndexer
+from .s_rotated_indexers import RotatingIndexerParent
 from .s_shared_selections import SelectionInABuffer
 from .s_wider_buffers import IndexerOfViews, SparseOfViews
 from .sparse import (
@@ -70,6 +71,11 @@ class SparseOneWidth(SparseParent):
 @control()
 class SparseUnionOfRows(UnionOfRows):
     """Two rows share a tile of keys, and padded rows hold -1: the other keys that they gather are finite (sglang)."""
+
+
+@control()
+class IndexerThatRotates(RotatingIndexerParent):
+    """An indexer that rotates queries and keys, and quantizes queries, as vLLM's and aiter's fused kernels."""
 
 
 @control()

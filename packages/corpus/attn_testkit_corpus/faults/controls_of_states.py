@@ -13,7 +13,9 @@ from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
 from .longer_windows import LongerWindowsParent
 from .r_changing_modes import CommittedStatesKept
+from .r_convolutions import ConvParent
 from .r_gates import ChunksParent, RoundedProductsParent
+from .r_moved_slots import MovedSlotsParent
 from .r_rounding import RoundingParent
 from .r_rwkv import RWKVChunksParent, RWKVParent
 from .r_states import StatesOfViews
@@ -53,6 +55,11 @@ class StatesOfRWKVByChunks(RWKVChunksParent):
 
 
 @control()
+class ConvolutionsAsTheyAre(ConvParent):
+    """Short convolutions without a recurrence, row by row, as in LFM2 and in the draft model of Inkling."""
+
+
+@control()
 class StatesKeptBehindCommits(CommittedStatesKept):
     """A copy of committed states that the next verify reads, unless another step of the request came between."""
 
@@ -85,6 +92,11 @@ class StatesBySlots(SlotsParent):
 @control()
 class StatesBySlotsInDecodeToo(SlotsInDecodeParent):
     """vLLM's rollback of Mamba2: a decode without a draft gets the slots and the accepted count of the last draft."""
+
+
+@control()
+class StatesMovedBetweenSlots(MovedSlotsParent):
+    """vLLM's aligned blocks: after a verify the accepted state is moved to the first slot, and the window within it."""
 
 
 @control()

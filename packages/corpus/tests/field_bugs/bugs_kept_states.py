@@ -13,7 +13,7 @@ from attn_testkit_corpus.faults.catalogue import bug
 @bug(
     19,
     "state-spaces mamba #1027",
-    "extend-mamba4x2-d64-fp16-p16-k64-n5a5-shuffled-like_keys-k64w4s16.null-layers3from5-b1prod",
+    "extend-mamba4x2-d64-fp16-p16-k64-n5a5-shuffled-like_keys-k64w4sb16.null.snap16-layers3from5-b1nan",
     "conv-window-exact",
 )
 class WindowOfOutputs(Moded):
@@ -50,7 +50,7 @@ class WindowOfOutputs(Moded):
 @bug(
     19,
     "xllm #1873",
-    "decode-gdn4x2-d64-fp32-p16-k1.70.9-shuffled-no_decay-k64w4sb16.null.zeroed.strided.snap64-layers3from5-b4prod",
+    "decode-gdn2x2-d64-fp32-p16-k0.33.0.4-shuffled-no_decay-k128w1sb16-layers3from5-b5prod",
     "state-matches-oracle",
 )
 class StateOfCopy(Moded):
@@ -64,7 +64,7 @@ class StateOfCopy(Moded):
 @bug(
     19,
     "ollama #15865",
-    "decode-rwkv2-d64-fp16-p16-k0.33.0.4-shuffled-weak_decay-k64w1s32.zeroed.strided.snap16-b6stale",
+    "decode-rwkv2-d64-fp16-p16-k0.33.0.4-shuffled-weak_decay-k64w1s32.slot0.zeroed.strided.snap16-b5prod-overlap_scheduling",
     "state-matches-oracle",
 )
 class StateInModelDtype(Moded):
