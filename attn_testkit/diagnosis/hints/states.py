@@ -196,7 +196,8 @@ def decays_that_are_right(e: Evidence) -> str:
     found = {data: False if data == own else e.changed.right_with_data(data) for data in tried}
     right = {data for data, answer in found.items() if answer}
     wrong = {data for data, answer in found.items() if answer is False}
-    reading = _reading(right, wrong)
+    # A change of data may be impossible, so that nothing is right.
+    reading = _reading(right, wrong) if right else ""
     return reading and f"the case passes with data of {_named(right)}, and fails with {_named(wrong)}: {reading}"
 
 
