@@ -11,7 +11,7 @@ from typing import Literal
 
 __all__ = ["STATE_KINDS", "GateWidth", "StateKind"]
 
-GateWidth = Literal["none", "head", "channel"]
+GateWidth = Literal["none", "head", "channel", "level"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StateKind:
     a: GateWidth = "head"
     """Numbers of ``a`` per row: none, one per value head, or one per channel of a key of each value head."""
     b: GateWidth = "head"
-    """Numbers of ``b`` per row."""
+    """Numbers of ``b`` per row; ``level``: one per level and value head, and one for the row itself."""
     groups: bool = True
     """Several value heads may share a key head. False: there are as many of both."""
     convolves: bool = True
@@ -39,6 +39,10 @@ class StateKind:
     """Queries and keys are divided by the root of their sum of squares plus 1e-6, and queries by the root of K."""
     fixed_decay: bool = False
     """All tokens of a head have one decay, which is a parameter of the layer."""
+    steps: bool = False
+    """``a`` is the size of a step, from which both the decay of a token and the factor of its value follow (Mamba2)."""
+    leveled: bool = False
+    """A slot has several states per value head, one per level of a Fenwick tree (``StateLayer.levels``)."""
 
 
 STATE_KINDS: Mapping[str, StateKind] = {
@@ -47,13 +51,17 @@ STATE_KINDS: Mapping[str, StateKind] = {
         StateKind("gdn"),
         StateKind("kda", a="channel"),
         StateKind(
-            "mamba", parts=("x", "B", "C"), value_part=0, b="none", overwrites=False, normalizes=False,
+            "mamba", parts=("x", "B", "C"), value_part=0, b="none", overwrites=False, normalizes=False, steps=True,
         ),
         StateKind(
             "lightning", a="none", b="none", groups=False, convolves=False, overwrites=False, normalizes=False,
             fixed_decay=True,
         ),
         StateKind("rwkv", a="channel", b="channel", groups=False, convolves=False, normalizes=False),
+        StateKind(
+            "loglinear", parts=("x", "B", "C"), value_part=0, b="level", overwrites=False, normalizes=False,
+            steps=True, leveled=True,
+        ),
     )
 }  # fmt: skip
 """Name -> kind."""
