@@ -14,6 +14,7 @@ from .hybrids import HybridBySlotsParent, HybridParent
 from .longer_windows import LongerWindowsParent
 from .r_changing_modes import CommittedStatesKept
 from .r_gates import ChunksParent, RoundedProductsParent
+from .r_levels import LevelsParent
 from .r_rounding import RoundingParent
 from .r_rwkv import RWKVChunksParent, RWKVParent
 from .r_states import StatesOfViews
@@ -50,6 +51,19 @@ class StatesOfRWKV(RWKVParent):
 @control()
 class StatesOfRWKVByChunks(RWKVChunksParent):
     """RWKV-7 with the transition of a chunk of 16 rows as one matrix for each head, as chunked kernels."""
+
+
+@control()
+class StatesOfLevels(LevelsParent):
+    """Log-linear Mamba2, in which a token carries from level to level as in a binary counter."""
+
+
+@control()
+class StatesOfLevelsReadWithoutAMask(LevelsParent):
+    """Log-linear Mamba2 that reads all levels, since those without a state hold zeros, as ``hattention`` does."""
+
+    def reads(self, level: int) -> torch.Tensor:
+        return torch.ones_like(self.live)
 
 
 @control()

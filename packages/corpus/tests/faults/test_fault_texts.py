@@ -62,6 +62,7 @@ SAMPLE = (
     "first-row-in-place-of-the-last",
     "prefix-of-the-first-chunk-kept",
     "prompt-attended-before-it-is-stored",
+    "carry-of-rejected-drafts-stays",
 )
 
 
