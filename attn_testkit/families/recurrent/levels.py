@@ -42,8 +42,10 @@ class Token(NamedTuple):
     """[L, b, Hv, V]: limit of the error of a row of it."""
     decay: torch.Tensor
     """[L, b, Hv, 1]."""
-    moved: torch.Tensor
-    """[L, b, Hv, 1]: relative error of a state that decays."""
+    decay_off: torch.Tensor
+    """[L, b, Hv, 1]: relative error of the decay, which all levels have."""
+    moved: float
+    """Relative error of a state that decays, besides that of the decay."""
     q: torch.Tensor
     """[L, b, Hv, K]."""
     q_off: torch.Tensor
@@ -65,14 +67,17 @@ def step_of_levels(
     """One token: states [L, b, n * Hv, V, K] and walks [L, b, n * Hv, V] -> both after it, what it reads [L, b, Hv, V],
     and the error of that.
 
-    The rounding of a decay is the same in all levels. So errors of levels that merge, or that one token reads, are
-    added, and not their squares.
+    Errors of levels that merge, or that one token reads, add up as their squares do. But the rounding of a decay is the
+    same in all m levels of a request: it counts sqrt(m) times in each, so that the root of the sum of its squares is
+    its sum or more.
     """
     levels = now.weights.shape[-1] - 1
     states = by_level(state, levels) * now.decay[:, :, None, :, :, None]
     sizes = torch.linalg.vector_norm(states, dim=-1)
     walks = by_level(walk, levels) * now.decay[:, :, None]
-    walks = (walks.square() + (now.moved[:, :, None] * sizes).square()).sqrt()
+    count = filled_levels(now.tokens, levels).sum(-1)[None, :, None, None]
+    moved = (now.moved**2 + count * now.decay_off.square()).sqrt()
+    walks = (walks.square() + (moved[:, :, None] * sizes).square()).sqrt()
     own_size = torch.linalg.vector_norm(now.own, dim=-1)
     out, off = _read(states, sizes, walks, own_size, now, slip)
     # Levels below the lowest zero bit of the number of tokens merge with the token, into the level of that bit.
@@ -84,7 +89,7 @@ def step_of_levels(
     merged = now.own + (states * merging[..., None]).sum(2)
     most = own_size + (sizes * merging).sum(2)
     rounded = FLOAT32 * into.double().sqrt()[None, :, None, None] * most
-    merged_walk = now.own_off + (walks * merging).sum(2) + rounded
+    merged_walk = (now.own_off.square() + (walks * merging).square().sum(2) + rounded.square()).sqrt()
     if slip != "not cleared":
         states, walks = states.masked_fill(merging[..., None], 0.0), walks.masked_fill(merging, 0.0)
     states, walks = states + merged[:, :, None] * target[..., None], walks + merged_walk[:, :, None] * target
@@ -111,8 +116,7 @@ def _read(
     terms = weights * read
     q_size, root = torch.linalg.vector_norm(now.q, dim=-1, keepdim=True)[:, :, None], now.q.shape[-1] ** 0.5
     off = (
-        weights * (q_size * walks + now.q_off[:, :, None] * sizes + now.read_off * q_size * sizes
-                   + now.lost * root * (q_size + sizes))
+        weights * (now.q_off[:, :, None] * sizes + now.read_off * q_size * sizes + now.lost * root * (q_size + sizes))
         + weights_off * read.abs() + FLOAT32 * weights.shape[2] ** 0.5 * terms.abs()
     )  # fmt: skip
-    return terms.sum(2), off.sum(2)
+    return terms.sum(2), off.sum(2) + (weights * q_size * walks).square().sum(2).sqrt()

@@ -285,7 +285,7 @@ def _step_of_levels(
     )
     token = Token(
         own=stored[..., None] * now.k[..., None, :], own_off=own_off, decay=now.decay,
-        moved=2 * FLOAT32 + products + now.decay_off, q=now.q, q_off=now.q_off,
+        decay_off=now.decay_off, moved=2 * FLOAT32 + products, q=now.q, q_off=now.q_off,
         # The weight is a factor of q in a chunked kernel, and is rounded with it.
         read_off=2 * products + FLOAT32 * (dim**0.5 + 8), lost=lost, weights=now.weights,
         weights_off=now.weights_off, tokens=tokens,
