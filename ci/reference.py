@@ -403,7 +403,8 @@ def _plane(plane: Plane) -> str:
 def states() -> str:
     """The interface of layers that keep a recurrent state, and the memory of states."""
     lines = [
-        "A layer such as GDN, KDA, Mamba2, Lightning or RWKV-7 keeps one recurrent state per request. "
+        "A layer such as GDN, KDA, Mamba2, Lightning or RWKV-7 keeps one recurrent state per request, and one of "
+        "log-linear attention keeps one per level. "
         "Subclass `StateBackend`, declare `Capabilities(state=State(...))`, and update the states in `forward`. "
         "[Linear attention](../tutorials/linear-attention.md) is a tutorial with decode and a chunked prefill, and "
         "[how-to](../how-to/recurrent-states.md) describes drafts, prefix caches and hybrid models.",

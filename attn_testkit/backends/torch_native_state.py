@@ -33,6 +33,8 @@ from ..contract.state_kind import STATE_KINDS
 from .stochastic_rounding import StochasticRounding
 
 _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+_KINDS = frozenset(name for name, kind in STATE_KINDS.items() if not kind.leveled)
+"""Kinds with one state per slot; ``torch_native_state_levels`` has the others."""
 
 
 class TorchNativeStateBackend(StateBackend):
@@ -44,7 +46,7 @@ class TorchNativeStateBackend(StateBackend):
         eager=_MODES,
         graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
         bounds=Bounds(max_q_rows=8, max_topk=3),
-        heads=HeadShapes(families=frozenset(STATE_KINDS), gqa_ratios={1, 2, 4}, head_dims={32, 64, 128}),
+        heads=HeadShapes(families=_KINDS, gqa_ratios={1, 2, 4}, head_dims={32, 64, 128}),
         precision=Precision(dtypes={"bf16", "fp16", "fp32"}),
         kv_pool=KVPools(page_sizes={16}),
         state=State(
@@ -73,6 +75,8 @@ class TorchNativeStateBackend(StateBackend):
         self.stochastic = StochasticRounding(context.device)
         self.parents: torch.Tensor | None = None
         """[bs, N] int64: parent of each node of drafts that branch; None for chains."""
+        self.token = 0
+        """Number of the row of each request that is computed."""
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -174,7 +178,7 @@ class TorchNativeStateBackend(StateBackend):
             if self.parents is not None and nodes:
                 window, state = self.of_parents(nodes, token)
             # Requests with fewer rows stay as they are, and so does what they read last.
-            now = token < self.counts
+            self.token, now = token, token < self.counts
             row = (self.first + token).clamp(max=len(mixed) - 1)
             one, moved = self.convolved(mixed[row], window, layer)
             if layer.of_kind.recurs:
@@ -306,7 +310,7 @@ class TorchNativeStateBackend(StateBackend):
     def split(self, rows: torch.Tensor, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [bs, Hv, K] and v [bs, Hv, V] in float32 of mixed rows [bs, C]; Mamba2: C, B and x."""
         keys, values = layer.k_heads * layer.k_dim, layer.v_heads * layer.v_dim
-        if layer.kind == "mamba":
+        if not layer.of_kind.value_part:
             v, k, q = torch.split(rows.float(), [values, keys, keys], -1)
         else:
             q, k, v = torch.split(rows.float(), [keys, keys, values], -1)
@@ -384,7 +388,7 @@ class TorchNativeStateBackend(StateBackend):
         else:
             gate = torch.nn.functional.softplus(gate)
             decay = torch.exp(-rate * gate)
-        if layer.kind == "mamba":
+        if layer.of_kind.steps:
             return decay, gate
         assert b is not None
         return decay, torch.sigmoid(b.float())[..., None]

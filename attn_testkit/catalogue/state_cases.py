@@ -62,6 +62,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         yield from _multi_mode(declared, mode, first)
         yield from _beyond_a_grid(declared, mode, first)
         yield from _near_epsilon(declared, first)
+        yield from _carries(declared, first)
         yield from _rounded_stochastically(declared, mode, first)
 
 
@@ -223,9 +224,10 @@ _GATED = ((9, 30, 0), (140, 70, 40))
 def _with_gates(declared: Capabilities, case: Case) -> Iterator[Case]:
     """Prompts in which single rows forget all or half of a state, for kinds whose decays differ between rows."""
     wide = [each for each in ("bf16", "fp32") if each in declared.precision.dtypes]
-    if STATE_KINDS[case.heads.family].fixed_decay or (case.heads.family == "mamba" and not wide):
+    kind = STATE_KINDS[case.heads.family]
+    if kind.fixed_decay or (kind.steps and not wide):
         return
-    if case.heads.family == "mamba" and case.dtype == "fp16":
+    if kind.steps and case.dtype == "fp16":
         case = case.with_changes(dtype=wide[0])
     yield _with_prompts(declared, case, _GATED).with_changes(data=EXACT_GATES)
 
@@ -239,6 +241,18 @@ def _near_epsilon(declared: Capabilities, first: Case) -> Iterator[Case]:
                 yield _with_prompts(declared, case, _MIXED)
             else:
                 yield case.of_requests((5, 1, 30), padded=1)
+
+
+def _carries(declared: Capabilities, first: Case) -> Iterator[Case]:
+    """Lengths at which a token carries through many levels, and those next to them, for kinds with levels. Drafts and
+    prompts carry between rows."""
+    for heads in kinds_of(declared):
+        if STATE_KINDS[heads.family].leveled:
+            case = _plain(declared, first, heads)
+            if case.mode is ForwardMode.EXTEND:
+                yield _with_prompts(declared, case, ((63, 0, 31, 6), (2, 65, 33, 59)))
+            else:
+                yield case.of_requests((63, 64, 31, 6), padded=1)
 
 
 def _rounded_stochastically(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:

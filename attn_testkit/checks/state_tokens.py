@@ -19,12 +19,15 @@ def token_text(
 ) -> str:
     """Describe the contents of a wrong column of a state: the token that is missing, or the token that it holds.
 
-    ``got``, ``want``, ``before``: [L, E, Hv, V, K]. ``at``: layer, end, head and key of the column.
+    ``got``, ``want``, ``before``: [L, E, state_heads, V, K]. ``at``: layer, end, matrix of the slot and key of the
+    column.
     """
-    layer, end, head, key = at
+    layer, end, place, key = at
+    # In log-linear attention a slot has the heads of each level.
+    head = place % data.layers[layer].v_heads
     if data.has_gates and data.ends[end].rows:
-        return _gate_text(data, at)
-    held, right, old = (each[layer, end, head, :, key].double() for each in (got, want, before))
+        return _gate_text(data, (layer, end, head, key))
+    held, right, old = (each[layer, end, place, :, key].double() for each in (got, want, before))
     request, rows = data.ends[end].request, data.ends[end].rows
     every = list(_values(data, layer, request, head, key))
     path = set(data.path(request, rows))
@@ -143,5 +146,5 @@ def _values(
     for place in wrote:
         row = int(rows[place])
         value = data.q[layer, row, first : first + wide].double()
-        factor = data.k[layer, row, head].double() if of_layer.kind == "mamba" else 1.0
+        factor = data.k[layer, row, head].double() if of_layer.of_kind.steps else 1.0
         yield place, int(data.positions[row]), value * factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from ..cases.case import Case
 from ..cases.state import EXACT_DATA
 from ..families.recurrent.chunks import CHUNKS, HANDED_ON, ChunkMistake
 from ..families.recurrent.data import StateStepData, states_in
+from ..families.recurrent.level_mistakes import mistaken_levels
+from ..families.recurrent.levels import by_level, filled_levels
 from ..families.recurrent.memory import from_rows, more_columns_in
 from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
 from ..results.finding import Finding
@@ -203,7 +205,11 @@ def _is_behind(after: _After, bad: torch.Tensor, rows: Sequence[int]) -> bool:
     """True if the wrong states are those after this number of rows of their requests. ``rows``: one number for each
     end."""
     moved = tuple(replace(end, rows=count) for end, count in zip(after.data.ends, rows, strict=True))
-    other = recur(replace(after.data, ends=moved))
+    return _holds(after, bad, recur(replace(after.data, ends=moved)))
+
+
+def _holds(after: _After, bad: torch.Tensor, other: Recurrence) -> bool:
+    """True if the wrong states, of ``bad`` [E] bool, are those of another answer, within its limits."""
     near = torch.linalg.vector_norm(after.states.double() - other.states, dim=-1) <= other.state_limit
     return bool(near.flatten(2).all(-1).all(0)[bad].all())
 
@@ -356,18 +362,18 @@ def state_matches_oracle(observed: Observation, case: Case) -> list[Finding]:
     key = int(error.nan_to_num(torch.inf).argmax())
     at, request = (layer, end, head, value, key), after.data.ends[end].request
     bad = after.requests(wrong.flatten(2).any(-1).any(0))
-    heads = wrong.any(3).any(0).any(0).nonzero().flatten().tolist()
+    count = after.data.layers[0].v_heads
+    heads = sorted({place % count for place in wrong.any(3).any(0).any(0).nonzero().flatten().tolist()})
     ratio, nan = float(ratios.max()), not after.states[at].isfinite()
     return [
         Finding(
             "state-matches-oracle",
             f"the state of request {request}{after.place(end)} "
             + ("is NaN or Inf" if nan else f"differs from the oracle, {times(ratio)} over the limit"),
-            where=f"{_layer(case, layer)}, {_who(after, end)}, head {head}, state[{value}, {key}] = "
+            where=f"{_layer(case, layer)}, {_who(after, end)}, {_head(after, head)}, state[{value}, {key}] = "
             f"{number(float(after.states[at]))}, want {number(float(after.want.states[at]))} (limit of the row "
             f"{number(float(after.want.state_limit[at[:4]]))})",
-            spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong, heads {index_ranges(heads)} of "
-            f"{wrong.shape[2]}",
+            spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong, heads {index_ranges(heads)} of {count}",
             hint=_state_hint(after, wrong),
             step=observed.label,
         )
@@ -400,17 +406,32 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     if want.shape[-1] == want.shape[-2]:
         others.append(("rows and columns are exchanged: the pool has the other order", want.mT))
     known = next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
-    known = known or _of_chunks(after, bad)
+    known = known or _of_levels(after, bad, fits) or _of_chunks(after, bad)
     return known or of_a_narrower_dtype(
         after.data.dtype, after.states[:, bad], want[:, bad], after.want.state_limit[:, bad]
     )
+
+
+def _of_levels(after: _After, bad: torch.Tensor, fits: Callable[[torch.Tensor], bool]) -> str:
+    """Name a mistake in levels that gives the wrong states, if only one does; empty for kinds without levels."""
+    data, levels = after.data, after.data.layers[0].levels
+    found = [text for text, wrong in mistaken_levels(data) if _holds(after, bad, recur(wrong))]
+    if len(found) == 1:
+        return f"probably {found[0]}"
+    if not levels or data.kept == data.news:
+        return ""
+    drafted = data.query_positions[:, 0] + torch.tensor(data.news)
+    filled = filled_levels(drafted, levels)[[end.request for end in data.ends]]
+    emptied = by_level(after.want.states, levels) * filled[..., None, None, None]
+    text = "a carry of rejected nodes stays: levels that the whole draft empties are empty"
+    return text if fits(emptied.flatten(2, 3)) else ""
 
 
 def _of_chunks(after: _After, bad: torch.Tensor) -> str:
     """Name a mistake in the state at the end of a chunk that gives the wrong states."""
     data = after.data
     most = max(data.news)
-    if data.trees or data.before is not None or not 1 < most <= _LONGEST_CHUNKED:
+    if data.layers[0].levels or data.trees or data.before is not None or not 1 < most <= _LONGEST_CHUNKED:
         return ""
     off = torch.linalg.vector_norm(after.states.double() - after.want.states, dim=-1)[:, bad].square().sum()
     # A chunk as long as the prompt or longer is the same for all of them.
@@ -449,11 +470,17 @@ def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
         Finding(
             "state-counts-tokens",
             token_text(after.data, after.states, after.want.states, after.before.states, (layer, end, head, key)),
-            where=f"{_layer(case, layer)}, {_who(after, end)}, head {head}, column {key} of its state",
+            where=f"{_layer(case, layer)}, {_who(after, end)}, {_head(after, head)}, column {key} of its state",
             spread=f"{columns} columns of request {request} are wrong in all layers and heads",
             step=observed.label,
         )
     ]
+
+
+def _head(after: _After, place: int) -> str:
+    """Name of a matrix of a slot: its head, and its level in log-linear attention."""
+    level, head = divmod(place, after.data.layers[0].v_heads)
+    return f"level {level} of head {head}" if after.data.layers[0].levels else f"head {head}"
 
 
 def _layer(case: Case, layer: int) -> str:

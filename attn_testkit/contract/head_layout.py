@@ -52,6 +52,11 @@ class HeadLayout:
         return self.state_kind is not None
 
     @property
+    def is_leveled(self) -> bool:
+        """Layers keep several states for each request, one per level of a Fenwick tree."""
+        return self.state_kind is not None and self.state_kind.leveled
+
+    @property
     def pool_rows(self) -> int:
         """Rows that a slot of the KV pool holds in one layer: key and value, or one that is both."""
         return 1 if self.values_in_keys else 2

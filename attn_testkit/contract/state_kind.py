@@ -11,7 +11,7 @@ from typing import Literal
 
 __all__ = ["STATE_KINDS", "GateWidth", "StateKind"]
 
-GateWidth = Literal["none", "head", "channel"]
+GateWidth = Literal["none", "head", "channel", "level"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StateKind:
     a: GateWidth = "head"
     """Numbers of ``a`` per row: none, one per value head, or one per channel of a key of each value head."""
     b: GateWidth = "head"
-    """Numbers of ``b`` per row."""
+    """Numbers of ``b`` per row; ``level``: one per level and value head, and one for the row itself."""
     groups: bool = True
     """Several value heads may share a key head. False: there are as many of both."""
     convolves: bool = True
@@ -43,6 +43,10 @@ class StateKind:
     """A recurrence follows the convolution. False: there is none, so a slot has a window and no state (K is 0)."""
     in_drafts: bool = False
     """Draft models have such layers, too, so they also run in draft-extend-v2."""
+    steps: bool = False
+    """``a`` is the size of a step, from which both the decay of a token and the factor of its value follow (Mamba2)."""
+    leveled: bool = False
+    """A slot has several states per value head, one per level of a Fenwick tree (``StateLayer.levels``)."""
 
 
 STATE_KINDS: Mapping[str, StateKind] = {
@@ -51,7 +55,7 @@ STATE_KINDS: Mapping[str, StateKind] = {
         StateKind("gdn"),
         StateKind("kda", a="channel"),
         StateKind(
-            "mamba", parts=("x", "B", "C"), value_part=0, b="none", overwrites=False, normalizes=False,
+            "mamba", parts=("x", "B", "C"), value_part=0, b="none", overwrites=False, normalizes=False, steps=True,
         ),
         StateKind(
             "lightning", a="none", b="none", groups=False, convolves=False, overwrites=False, normalizes=False,
@@ -61,6 +65,10 @@ STATE_KINDS: Mapping[str, StateKind] = {
         StateKind(
             "conv", parts=("x",), value_part=0, a="none", b="none", groups=False, overwrites=False,
             normalizes=False, recurs=False, in_drafts=True,
+        ),
+        StateKind(
+            "loglinear", parts=("x", "B", "C"), value_part=0, b="level", overwrites=False, normalizes=False,
+            steps=True, leveled=True,
         ),
     )
 }  # fmt: skip

@@ -17,7 +17,8 @@ __all__ = ["StateLayer"]
 @dataclass(frozen=True)
 class StateLayer(AttentionLayer):
     """A layer that stores one state per request, however long the request is: GDN, KDA, Mamba2, Lightning, RWKV-7, and
-    short convolutions.
+    short convolutions. Of log-linear attention it stores one per level, of which a request fills as many as its length
+    has set bits.
 
     Hk key heads (Mamba2: groups) of width K, Hv value heads of width V. Value head h uses key head h // (Hv / Hk). Each
     row has ``mixed`` [T, C], to which a causal convolution of W taps is applied per channel, and gates:
@@ -31,6 +32,7 @@ class StateLayer(AttentionLayer):
     ``lightning``  q, k [Hv, K] each, v [Hv, V]              none                 none            [V, K]
     ``rwkv``       the same                                  [T, Hv * K]          [T, Hv * K]     [V, K]
     ``conv``       x [Hv, V]                                 none                 none            none: K is 0
+    ``loglinear``  x [Hv, V], B, C [Hk, K] each              dt [T, Hv]           [T, Hv * (n+1)] n of [V, K]
     ============== ========================================= ==================== =============== =====================
 
     After the convolution (``activation`` of bias + sum of taps times inputs, oldest first) each row updates the state
@@ -47,6 +49,11 @@ class StateLayer(AttentionLayer):
       reads the state before its decay.
     * ``conv``: out = x after the convolution, which has no activation. The model multiplies by its gates before and
       after the layer (``ShortConv`` of LFM2). A slot has a window, and a state without elements.
+    * ``loglinear`` (log-linear Mamba2, arXiv 2506.04761): dt and the decay as in ``mamba``, for the states S_0 .. S_n-1
+      of all levels; lambda = softplus(``level_weights`` * b), n + 1 per value head; out = lambda_0 (dt x B^T) C + sum
+      of lambda_l+1 (S_l C) + D x. Then the token is stored. The request had t tokens before it, and z is the number of
+      ones at the end of t in binary: S_z = dt x B^T + S_0 + .. + S_z-1, and S_0 .. S_z-1 = 0. So S_l is the sum of
+      2^l tokens if bit l of the request's length is set, and zeros if it is not.
     """
 
     kind: str = "gdn"
@@ -62,7 +69,7 @@ class StateLayer(AttentionLayer):
     dt_bias: torch.Tensor | None = field(default=None, compare=False)
     """[Hv] float32, KDA: [Hv, K]; of GDN, KDA and Mamba2."""
     D: torch.Tensor | None = field(default=None, compare=False)
-    """[Hv] float32, Mamba2 only."""
+    """[Hv] float32, Mamba2 and log-linear attention only."""
     slope: torch.Tensor | None = field(default=None, compare=False)
     """[Hv] float32, Lightning only."""
     k_k: torch.Tensor | None = field(default=None, compare=False)
@@ -71,6 +78,10 @@ class StateLayer(AttentionLayer):
     """[Hv, K] float32, RWKV-7 only: how much eta scales the key that is added."""
     lower_bound: float | None = None
     """Smallest g of KDA; None: no bound."""
+    level_weights: torch.Tensor | None = field(default=None, compare=False)
+    """[Hv, n + 1] float32, log-linear attention only: factors of ``b``. The first is that of the token itself."""
+    levels: int = 0
+    """n: states of a slot per value head, in log-linear attention; requests have fewer than 2^n tokens. 0 elsewhere."""
 
     @property
     def of_kind(self) -> StateKind:
@@ -86,6 +97,12 @@ class StateLayer(AttentionLayer):
     def v_heads(self) -> int:
         """Hv: value heads on this rank."""
         return self.tp_q_head_num
+
+    @property
+    def state_heads(self) -> int:
+        """Matrices [V, K] that a slot has: Hv, or n * Hv in the order of levels, so that the first Hv are those of
+        level 0 (as ``ht`` [levels, H, K, V] of ``fla.ops.log_linear_attn.LogLinearAttentionState``)."""
+        return self.v_heads * max(self.levels, 1)
 
     @property
     def k_dim(self) -> int:
@@ -106,7 +123,10 @@ class StateLayer(AttentionLayer):
     def parts(self) -> tuple[int, int, int]:
         """Elements of ``mixed``, ``a`` and ``b`` of a row."""
         of = self.of_kind
-        widths = {"none": 0, "head": self.v_heads, "channel": self.v_heads * self.k_dim}
+        widths = {
+            "none": 0, "head": self.v_heads, "channel": self.v_heads * self.k_dim,
+            "level": self.v_heads * (self.levels + 1),
+        }  # fmt: skip
         mixed = sum(heads * width for heads, width in self.channels)
         return mixed, widths[of.a], widths[of.b]
 

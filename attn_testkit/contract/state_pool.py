@@ -20,11 +20,11 @@ class StatePool:
     """States and convolution windows of every slot, for every layer. A slot holds one request in all layers.
 
     Slot 0 is reserved: no live request has it. ``temporal`` [slots, Hv, V, K], or [slots, Hv, K, V] with ``order``
-    ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. With rollback ``slots`` it is
-    [slots, C, W - 1 + N - 1], of which a request uses that of its first slot (``StateBackend.forward``). With
-    ``State.conv_windows`` other than ``exact`` it has more columns, too. ``strided``:
-    all layers of a slot lie in one block, so the stride between slots does not follow from a shape. Memory between
-    tensors is unused.
+    ``kv``; in log-linear attention Hv is ``StateLayer.state_heads``. ``conv`` [slots, C, W - 1]: the last inputs of
+    each channel, the oldest first. With rollback ``slots`` it is [slots, C, W - 1 + N - 1], of which a request uses
+    that of its first slot (``StateBackend.forward``). With ``State.conv_windows`` other than ``exact`` it has more
+    columns, too. ``strided``: all layers of a slot lie in one block, so the stride between slots does not follow from a
+    shape. Memory between tensors is unused.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StatePool:
         wide = (layer.v_dim, layer.k_dim) if self.order == "vk" else (layer.k_dim, layer.v_dim)
         width = layer.conv_width
         window = (layer.parts[0], width - 1 + self.more_columns if width > 1 else 0)
-        return [(window, self.conv_dtype), ((layer.v_heads, *wide), self.dtype)]
+        return [(window, self.conv_dtype), ((layer.state_heads, *wide), self.dtype)]
 
     def _view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype, step: int) -> torch.Tensor:
         typed = self.memory.view(dtype)

@@ -487,9 +487,13 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
 
 def _after(case: Case, step: Step, rounds: int) -> Step:
     """The step after this number of rounds of the same requests (``steps/rounds.py``)."""
-    if not rounds or not step.requests:
+    leveled = case.heads.layout.is_leveled
+    if not rounds or not step.requests or (leveled and not all(each.prefix for each in step.requests)):
         return step
     counts = accepted_before(case, step.index, rounds, step.bs)
+    if leveled:
+        # Levels follow from lengths, so no more nodes were accepted than there are tokens.
+        counts = tuple(min(count, each.prefix) for count, each in zip(counts, step.requests[::-1], strict=True))
     earlier = [
         replace(each, prefix=max(0, each.prefix - count), accepted=count)
         for each, count in zip(step.requests[::-1], counts, strict=True)

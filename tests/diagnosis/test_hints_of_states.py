@@ -53,6 +53,15 @@ def test_without_a_right_pattern_and_with_a_single_odd_one_nothing_is_said() -> 
     assert hint_if_right_with("unit_keys") == ""
 
 
+def test_if_no_other_data_can_be_tried_nothing_is_said() -> None:
+    """Then no data are right, and only those of the case are wrong."""
+    evidence = SimpleNamespace(
+        schedule=SimpleNamespace(case=SimpleNamespace(data="like_keys")),
+        changed=SimpleNamespace(right_with_data=lambda data: None),
+    )
+    assert decays_that_are_right.find(cast(Any, evidence)) == ""
+
+
 def hint_of_rows(counts: list[int], wrong: list[tuple[int, int]]) -> str:
     """Hint for requests of so many rows, of which these pairs of a request and a row are wrong."""
     places = [(request, row) for request, count in enumerate(counts) for row in range(count)]

@@ -262,6 +262,13 @@ HEADS = Feature(
             page="how-to/recurrent-states.md",
             numbers=True,
         ),
+        Entry(
+            "loglinear2x4",
+            "Log-linear attention: Mamba2 with a state for each level of a Fenwick tree.",
+            also=("log-linear attention", "Fenwick tree"),
+            page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
     ),
     describe=lambda case: {"heads": _phrase(case)},
     context=_context,

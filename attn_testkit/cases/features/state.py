@@ -25,6 +25,7 @@ from ...contract.state import (
 from ...contract.state_kind import STATE_KINDS
 from ...glossary import Entry
 from ..fields import Changes, Fields
+from ..head_layouts import declared_layouts
 from ..rows import Decode, Extend, Verify
 from ..state import EXACT_GATES, FAIR_ROUNDING, NEAR_EPSILON, PASSED_ON, PATTERN, STATE_DATA, StateShape
 from ..trees import chain
@@ -178,6 +179,8 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
     )
     if shape is not None and isinstance(case.rows, Extend):
         shape = replace(shape, rounding=ROUNDINGS[0])
+    if shape is not None and isinstance(case.rows, Decode) and case.heads.layout.is_leveled:
+        shape = replace(shape, continues="")
     if data == FAIR_ROUNDING and (shape is None or shape.rounding == ROUNDINGS[0]):
         data = STATE_DATA[0]
     found: Changes = {"state": shape, "data": data}
@@ -268,7 +271,8 @@ def _made_with_snapshots(declared: Capabilities, case: Fields, value: Any) -> Ch
 
 def _continued_in(declared: Capabilities, mode: ForwardMode) -> list[str]:
     """Ways in which requests of a mode continue states of a prefix cache."""
-    ways = {ForwardMode.EXTEND: CONTINUES, ForwardMode.DECODE: ("source",)}.get(mode, ())
+    plain = any(layout.has_state and not layout.is_leveled for layout in declared_layouts(declared))
+    ways = {ForwardMode.EXTEND: CONTINUES, ForwardMode.DECODE: ("source",) * plain}.get(mode, ())
     return [each for each in ways if declared.state and each in declared.state.continues]
 
 
@@ -306,6 +310,8 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
         continues = draws.one_of(["", *_continued_in(declared, mode)])
     if not STATE_KINDS[so_far["heads"].family].recurs:
         drawn |= sizes_of_kind(state, so_far["heads"].family, 0, drawn["conv_width"])
+        if mode is ForwardMode.DECODE and so_far["heads"].layout.is_leveled:
+            continues = ""
     windows = conv_windows_of(state, drawn["conv_width"], verifies=isinstance(rows, Verify))
     drawn["conv_windows"] = draws.one_of(windows) if len(windows) > 1 else windows[0]
     shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues)
@@ -348,7 +354,8 @@ def _without_data(case: Fields) -> str:
 
 
 def _is_narrow_mamba(case: Fields) -> bool:
-    return case.heads.family == "mamba" and case.dtype == "fp16"
+    kind = case.heads.layout.state_kind
+    return kind is not None and kind.steps and case.dtype == "fp16"
 
 
 STATE = Feature(
@@ -423,6 +430,21 @@ STATE = Feature(
             },
         ),
         Trait("no recurrence", lambda case: case.state is not None and not case.state.recurs),
+        Trait(
+            "states of several levels",
+            lambda case: case.heads.layout.is_leveled,
+            excludes={
+                "memory from another instance": "the heads of a rank are in several places of a slot",
+                "offloading": "the heads of a slot are in several places of it",
+                "rows on ranks": "levels follow from the tokens before a row, which are on other ranks",
+                "decodes that continue states of other slots": "levels follow from a length, and each request has its "
+                "own",
+            },
+        ),
+        Trait(
+            "decodes that continue states of other slots",
+            lambda case: case.state is not None and case.state.continues == "source" and isinstance(case.rows, Decode),
+        ),
         Trait("states in fp32", lambda case: case.state is not None and case.state.dtype == "fp32"),
         Trait("no states", lambda case: case.state is None),
     ),
@@ -443,7 +465,7 @@ STATE = Feature(
         Entry(
             "recurrent state",
             "What a layer of GDN, KDA, Mamba2, Lightning or RWKV-7 remembers of a request: a matrix per value head, "
-            "whatever the length.",
+            "whatever the length. Log-linear attention has one per level.",
             also=("state", "states", "SSM state", "temporal state"),
             page="how-to/recurrent-states.md",
         ),

@@ -80,7 +80,7 @@ _ROW_BEFORE = (
 def mistake_of_chunks(e: Evidence) -> str:
     """The wrong rows are right for a usual mistake of kernels that compute prompts in chunks."""
     data = cast(StateStepData, e.expected.data)
-    if max(data.news) > _LONGEST or data.before is not None:
+    if max(data.news) > _LONGEST or data.before is not None or data.layers[0].levels:
         return ""
     wrong, out = e.comparison.wrong.any(-1), e.comparison.out.double()
     error = (out - e.expected.attention)[wrong].square().sum()

@@ -41,6 +41,7 @@ from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, number
 from ...steps.schedule import Request, Schedule, Step
 from ...watches.signaling_nan import fill_with_signaling_nan
 from .chunks import ChunkMistake
+from .levels import LevelSlip
 from .rwkv import SLOWEST, RemovalSlip
 
 _Ints = npt.NDArray[np.int64]
@@ -99,6 +100,7 @@ def state_layers(case: Fields) -> tuple[StateLayer, ...]:
             layer_id=case.layers.first + index, tp_q_head_num=heads.q_heads, tp_k_head_num=heads.kv_heads,
             head_dim=shape.k_dim, v_head_dim=case.head_dim, scaling=max(shape.k_dim, 1) ** -0.5, family="recurrent",
             kind=kind, lower_bound=-5.0 if kind == "kda" and index % 2 else None,
+            levels=_levels_of(case) if heads.layout.is_leveled else 0,
         )  # fmt: skip
         found.append(
             replace(
@@ -106,6 +108,17 @@ def state_layers(case: Fields) -> tuple[StateLayer, ...]:
             )
         )
     return tuple(found)
+
+
+def _levels_of(case: Fields) -> int:
+    """Levels of log-linear attention for all requests of an instance. Steps have prefixes that are longer than those of
+    the case by a few pages (``cases/plan.py``), and a loop adds a token or a draft in each round."""
+    most = max(case.prefixes) + case.chunks * case.most_new + 5 * case.page_size + _ROUNDS_OF_A_LOOP
+    return most.bit_length()
+
+
+_ROUNDS_OF_A_LOOP = 64
+"""Most tokens that a loop, or a prompt of another mode of the instance, adds to a request."""
 
 
 def _conv(
@@ -137,13 +150,15 @@ def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.
     if not layer.of_kind.recurs:
         return {}
     a_log = torch.from_numpy(np.log(rng.uniform(0.6, 1.4, heads))).float()
-    if layer.kind == "mamba" and low == high == 1.0:
+    if layer.of_kind.steps and low == high == 1.0:
         a_log = torch.full((heads,), math.log(_EXACT_RATE) if data == EXACT_GATES else -math.inf)
     bias = (heads, layer.k_dim) if layer.of_kind.a == "channel" else (heads,)
-    exact_dt = layer.kind == "mamba" and data in EXACT_DATA
+    exact_dt = layer.of_kind.steps and data in EXACT_DATA
     found = {"A_log": a_log, "dt_bias": torch.zeros(bias) if exact_dt else normals(bias, rng) * 0.5}
-    if layer.kind == "mamba":
+    if layer.of_kind.steps:
         found["D"] = torch.zeros(heads) if exact_dt else normals((heads,), rng)
+    if layer.levels:
+        found["level_weights"] = torch.from_numpy(rng.uniform(0.5, 1.5, (heads, layer.levels + 1))).float()
     return found
 
 
@@ -228,6 +243,8 @@ class StateStepData(StepData):
     """True for data whose convolution passes its last input on: no rounding of it moves a state."""
     removal_slip: RemovalSlip = ""
     """Mistake in what RWKV-7 removes from a state; empty: the right answer."""
+    level_slip: LevelSlip = ""
+    """Mistake in the levels of log-linear attention; empty: the right answer."""
 
     def path(self, request: int, rows: int) -> Sequence[int]:
         """Rows of a request that lead to the state after ``rows`` rows, ascending; the last is row ``rows - 1``."""
@@ -286,7 +303,9 @@ def state_places(schedule: Schedule) -> _Ints:
     case, slots = schedule.case, np.arange(state_pool_slots(schedule))
     if not shape_of(case).big:
         return slots
-    elements = case.heads.q_heads * case.head_dim * (shape_of(case).k_dim or shape_of(case).conv_width - 1)
+    elements = (
+        state_layers(case)[0].state_heads * case.head_dim * (shape_of(case).k_dim or shape_of(case).conv_width - 1)
+    )
     return np.where(slots > len(slots) // 2, slots + -(-_ELEMENTS // elements), slots)
 
 
@@ -333,14 +352,14 @@ def _of_requests(case: Fields, step: Step, pattern: str) -> list[dict[str, torch
     whole, indices = step.part_of or (step, tuple(range(step.bs)))
     seed = whole.seed % 2**32, whole.index
     each = [
-        _of_request(case, pattern, request.new, _is_fresh(case, request.prefix), (*seed, index))
+        _of_request(case, pattern, request.new, request.prefix, (*seed, index))
         for request, index in zip(step.requests, indices, strict=True)
     ]
     if not _draws_sources(case):
         return each
     every = _leaders(whole)
     leaders = [every[index] if every[index] >= 0 else index for index in indices]
-    held = [_of_request(case, pattern, 1, False, (*seed, leader, 1)) for leader in leaders]
+    held = [_of_request(case, pattern, 1, 1, (*seed, leader, 1)) for leader in leaders]
     return [
         {**one, **{name: other[name] for name in ("states", "windows")}} for one, other in zip(each, held, strict=True)
     ]
@@ -352,7 +371,7 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
     case, exact = schedule.case, schedule.case.data in EXACT_DATA
     whole = step.part_of[0] if step.part_of else step
     each = _of_requests(case, step, pattern or case.data)
-    nobody = _of_request(case, case.data, 1, True, (0, 0, 0))
+    nobody = _of_request(case, case.data, 1, 0, (0, 0, 0))
     if not each:
         each = [{name: value[:, :0] for name, value in nobody.items()}]
     joined = {name: torch.cat([one[name] for one in each], 1) for name in nobody}
@@ -494,12 +513,13 @@ def _is_fresh(case: Fields, prefix: int) -> bool:
 
 def activations(case: Fields, rows: int, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows ``mixed``, ``a`` and ``b`` [L, rows, n] of the case's data, which ``StateStepData`` has as q, k and v."""
-    found = _of_request(case, case.data, rows, True, seed)
+    found = _of_request(case, case.data, rows, 0, seed)
     return found["mixed"], found["a"], found["b"]
 
 
-def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Activations [L, new, n], and state and window before them [L, 1, ...], of one request."""
+def _of_request(case: Fields, data: str, new: int, prefix: int, seed: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Activations [L, new, n], and state and window before them [L, 1, ...], of one request with ``prefix`` tokens
+    before the step."""
     rng = np.random.default_rng([*seed, 0x57A7E])
     shape = shape_of(case)
     found = [
@@ -519,15 +539,20 @@ def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int,
     state, window = joined.pop("state").to(DTYPES[shape.dtype]), joined.pop("window")[..., -(shape.conv_width - 1) :]
     if shape.conv_width == 1:
         window = window[..., :0]
-    if fresh:
+    if _is_fresh(case, prefix):
         state, window = torch.zeros_like(state), torch.zeros_like(window)
+    if levels := state_layers(case)[0].levels:
+        # A level without its bit in the number of tokens is empty.
+        filled = torch.tensor([prefix >> level & 1 for level in range(levels)])
+        every = state.view(len(state), levels, -1, *state.shape[2:])
+        state = (every * filled[:, None, None, None]).flatten(1, 2)
     return {**joined, "states": state[:, None], "windows": window[:, None]}
 
 
 def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
     channels, wide_a, wide_b = layer.parts
     mixed = normals((new, channels), rng).clone()
-    if data == "like_keys" and layer.kind != "mamba":
+    if data == "like_keys" and layer.of_kind.value_part == 2:
         keys = slice(layer.k_heads * layer.k_dim, 2 * layer.k_heads * layer.k_dim)
         mixed[:, keys] = 0.3 * mixed[:, keys] + normals((1, channels), rng)[:, keys]
     if not (layer.of_kind.normalizes or layer.of_kind.convolves):
@@ -536,13 +561,13 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
     b = normals((new, wide_b), rng) * 2.0
     if layer.of_kind.b == "channel":
         b = _rwkv_rates(data, new, layer.v_heads, layer.k_dim, rng)
-    state = normals((layer.v_heads, layer.v_dim, layer.k_dim), rng) * layer.scaling
+    state = normals((layer.state_heads, layer.v_dim, layer.k_dim), rng) * layer.scaling
     a, window = _gates(layer, data, new, wide_a, rng), normals((channels, 16), rng).clone()
     if data == NEAR_EPSILON:
         short = slice(0, 2 * layer.k_heads * layer.k_dim)
         mixed[:, short] *= _SHORT * layer.k_dim**-0.5
         window[short] *= _SHORT * layer.k_dim**-0.5
-    if layer.kind == "mamba" and data == "strong_decay":
+    if layer.of_kind.steps and data == "strong_decay":
         # The step that leaves nothing is a large factor of the input: fp16 holds only outputs of smaller inputs.
         values = layer.v_heads * layer.v_dim
         mixed[:, :values] /= _STRONG_STEP
@@ -582,7 +607,7 @@ def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Gen
     bias = layer.dt_bias.reshape(-1).double()
     rate = layer.A_log.double().exp().repeat_interleave(wide // layer.v_heads)
     if low == high:
-        if layer.kind == "mamba" and low == 1.0:
+        if layer.of_kind.steps and low == 1.0:
             # Its A is 0, and its step is the factor of the input, too.
             return torch.from_numpy(rng.uniform(-1.0, 1.0, (new, wide)))
         return torch.full((new, wide), _NO_DECAY if low else _ALL_DECAY)
@@ -639,15 +664,15 @@ def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, t
     query = first if summed else first + second
     most = _MOST_SUMMED if summed else _MOST_EXACT
     v = torch.from_numpy(rng.integers(1, most + 1, (new, values)) * rng.choice([-1, 1], (new, values))).float()
-    mixed = torch.cat([v, unit, query], -1) if layer.kind == "mamba" else torch.cat([query, unit, v], -1)
+    mixed = torch.cat([query, unit, v] if layer.of_kind.value_part else [v, unit, query], -1)
     _, wide_a, wide_b = layer.parts
-    if layer.kind == "mamba":
+    if layer.of_kind.steps:
         # dt is a factor of the input: 32 times an integer is exact.
         a = torch.full((new, wide_a), _EXACT_DT)
     else:
         a = torch.full((new, wide_a), _NO_DECAY)
-    factor = _EXACT_DT if layer.kind == "mamba" else 1.0
-    before = rng.integers(-most, most + 1, (layer.v_heads, layer.v_dim, dim)) * factor
+    factor = _EXACT_DT if layer.of_kind.steps else 1.0
+    before = rng.integers(-most, most + 1, (layer.state_heads, layer.v_dim, dim)) * factor
     window = torch.from_numpy(rng.integers(-most, most + 1, (layer.parts[0], 16))).float()
     return {
         "mixed": mixed, "a": a, "b": torch.full((new, wide_b), 60.0), "state": torch.from_numpy(before),
@@ -676,7 +701,7 @@ def _with_gates(layer: StateLayer, drawn: dict[str, torch.Tensor], turn: int) ->
     for column in range(wide):
         row, decay = gates[(turn * layer.v_heads + column // each + column % each) % len(gates)]
         a[row, column] = _gate(layer, decay, float(rate[column]), float(bias[column]))
-        if layer.kind == "mamba":
+        if layer.of_kind.steps:
             # The step is a factor of the input, too: it has to be 0.
             mixed[row, column * layer.v_dim : (column + 1) * layer.v_dim] = 0.0
     return {**drawn, "a": a, "mixed": mixed}
@@ -691,6 +716,6 @@ def _gate(layer: StateLayer, decay: float, rate: float, bias: float) -> float:
     if layer.lower_bound is not None:
         part = -math.log(0.5) / -layer.lower_bound
         return math.log(part / (1 - part)) / rate - bias
-    if layer.kind == "mamba":
+    if layer.of_kind.steps:
         return (-math.log(0.5) if decay else _ALL_DECAY) / rate
     return math.log(math.expm1(-math.log(decay) / rate)) - bias if decay else _ALL_DECAY

@@ -13,6 +13,7 @@ from ...steps.data import StepData
 from ...steps.schedule import Schedule
 from ..family import Answer, Family, Question, Supposition, Texts
 from .data import StateStepData, layers, make_state_data
+from .level_mistakes import mistaken_levels
 from .memory import STATE_POOL
 from .recurrence import recur
 from .rwkv_mistakes import mistaken_removals
@@ -63,6 +64,7 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
             replace(data, states=data.states.masked_fill(~own[:, None, None, None], torch.nan)),
         )
     yield from mistaken_removals(data)
+    yield from mistaken_levels(data)
     yield "a layer reads the states of the layer before it", replace(data, states=data.states.roll(1, 0))
     older, taps = data.windows[..., : data.history], data.windows[..., data.history :]
     yield "the window is read newest first", replace(data, windows=torch.cat([older, taps.flip(-1)], -1))

@@ -23,6 +23,7 @@ from ...watches.signaling_nan import fill_with_signaling_nan
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF, rounding
 from .chunks import ChunkedStates
 from .data import StateStepData
+from .levels import Token, step_of_levels
 from .rwkv import growth, log_decays, removal_of
 
 _WALKS = 2.0
@@ -90,6 +91,9 @@ class _Inputs:
     removes: torch.Tensor
     """[L, T, Hv, K or 0]: vector by which that is removed."""
     removes_off: torch.Tensor
+    weights: torch.Tensor
+    """[L, T, Hv, n + 1 or 0]: weights of levels, in log-linear attention."""
+    weights_off: torch.Tensor
 
 
 @lru_cache(maxsize=8)
@@ -181,7 +185,11 @@ def _loop(
             kept.index_copy_(1, done, every.index_select(1, owner[done]))
 
     keep(0, state, walk)
-    chunks = None if data.mistake is None else ChunkedStates(data.mistake, state)
+    leveled = data.layers[0].of_kind.leveled
+    # The mistakes of chunks are those of kinds with one state.
+    chunks = None if data.mistake is None or leveled else ChunkedStates(data.mistake, state)
+    places = _tokens_before(data)
+    assert not leveled or not len(places) or int(data.positions.max()) + 1 < 1 << data.layers[0].levels
     behind: list[tuple[torch.Tensor, torch.Tensor]] = []
     for token in range(max(data.news, default=0)):
         if data.trees and token:
@@ -201,7 +209,10 @@ def _loop(
         if chunks is not None:
             state = chunks.begun(token, state)
         mine = (state, walk) if everybody else (state[:, who], walk[:, who])
-        one = _step(*mine, now, delta, products, data, None if chunks is None else chunks.unread(who))
+        if leveled:
+            one = _step_of_levels(*mine, now, products, data, places[at])
+        else:
+            one = _step(*mine, now, delta, products, data, None if chunks is None else chunks.unread(who))
         if chunks is not None:
             chunks.note(who, state[:, who] * now.decay[..., None, :], one[0], now.decay)
         if everybody:
@@ -270,6 +281,44 @@ def _step(
     return state, walk, out, _WALKS * off + 4 * SMALLEST[data.dtype] + FLUSHED
 
 
+def _step_of_levels(
+    state: torch.Tensor, walk: torch.Tensor, now: _Inputs, products: float, data: StateStepData, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``_step`` of log-linear attention: state [L, b, n * Hv, V, K], walk [L, b, n * Hv, V]. ``tokens`` [b] int64:
+    tokens of each request before it."""
+    dim, lost = state.shape[-1], SMALLEST[data.dtype] / 2 if data.products == "model" else 0.0
+    stored, k_norm = now.beta * now.v, _norm(now.k)[..., None]
+    size = stored.abs()
+    own_off = (
+        FLOAT32 * (_IN_EXP + 6) * size * k_norm
+        + products * size * k_norm
+        + lost * (k_norm + dim**0.5 * size)
+        + now.beta * now.v_off * k_norm
+        + size * now.k_off
+    )
+    token = Token(
+        own=stored[..., None] * now.k[..., None, :], own_off=own_off, decay=now.decay,
+        decay_off=now.decay_off, moved=2 * FLOAT32 + products, q=now.q, q_off=now.q_off,
+        # The weight is a factor of q in a chunked kernel, and is rounded with it.
+        read_off=2 * products + FLOAT32 * (dim**0.5 + 8), lost=lost, weights=now.weights,
+        weights_off=now.weights_off, tokens=tokens,
+    )  # fmt: skip
+    state, walk, read, off = step_of_levels(state, walk, token, data.level_slip)
+    passed = now.skip * now.v
+    out = read + passed
+    off = off + now.skip.abs() * now.v_off + 4 * FLOAT32 * passed.abs() + UNIT_ROUNDOFF[data.dtype] * out.abs()
+    return state, walk, out, _WALKS * off + 4 * SMALLEST[data.dtype] + FLUSHED
+
+
+def _tokens_before(data: StateStepData) -> torch.Tensor:
+    """[T] int64: tokens of its request before each row, as the backend counts them."""
+    if data.level_slip == "prefix only":
+        return data.positions - data.row_offset
+    if data.level_slip == "new tokens only":
+        return data.row_offset
+    return data.positions + (data.level_slip == "with the token")
+
+
 def _removed(
     state: torch.Tensor, now: _Inputs, products: float, lost: float, unread: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,7 +347,7 @@ def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
     heads, values = (layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim)
     sizes = [number * width for number, width in layer.channels]
     parts, offs = torch.split(mixed, sizes, -1), torch.split(off, sizes, -1)
-    order = (2, 1, 0) if layer.kind == "mamba" else (0, 1, 2)
+    order = (0, 1, 2) if layer.of_kind.value_part else (2, 1, 0)
     shapes = heads, heads, values
     q, k, v = (parts[i].reshape(-1, *shape) for i, shape in zip(order, shapes, strict=True))
     q_off, k_off, v_off = (offs[i].reshape(-1, *shape) for i, shape in zip(order, shapes, strict=True))
@@ -312,12 +361,25 @@ def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
     none = torch.zeros(*k.shape[:-1], 0, dtype=torch.float64)
     most = decay.amax(-1, keepdim=True)
     if layer.k_k is None:
-        return _Inputs(q, k, v, q_off, k_off, v_off, decay, decay_off, beta, skip, most, none, none, none, none)
+        return _Inputs(
+            q, k, v, q_off, k_off, v_off, decay, decay_off, beta, skip, most, none, none, none, none,
+            *_weights(layer, data.v[index]),
+        )  # fmt: skip
     of = removal_of(layer, k, data.v[index], decay, data.removal_slip)
     return _Inputs(
         q, of.key, v, q_off, of.key_off, v_off, decay, decay_off, beta, skip, growth(decay, of.reads, of.removes),
-        of.reads, of.reads_off, of.removes, of.removes_off,
+        of.reads, of.reads_off, of.removes, of.removes_off, none, none,
     )  # fmt: skip
+
+
+def _weights(layer: StateLayer, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of levels [T, Hv, n + 1], and the limit of the error of each; without elements in other kinds."""
+    if layer.level_weights is None:
+        none = torch.zeros(len(b), layer.v_heads, 0, dtype=torch.float64)
+        return none, none
+    scaled = layer.level_weights.double() * b.double().view(len(b), *layer.level_weights.shape)
+    weights = _softplus(scaled)
+    return weights, FLOAT32 * (scaled.abs() + (_IN_EXP + 4) * weights)
 
 
 def _unit(rows: torch.Tensor, off: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,7 +412,7 @@ def gates_of_rows(
             g = layer.lower_bound * torch.sigmoid(rate * gate)
         else:
             g = -rate * _softplus(gate)
-        if layer.kind == "mamba":
+        if layer.of_kind.steps:
             beta = _softplus(gate)
         else:
             beta = torch.sigmoid(data.v[index].double()).view(rows, heads, 1)

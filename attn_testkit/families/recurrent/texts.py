@@ -41,7 +41,7 @@ def data_of_state_tokens(schedule: Schedule, tokens: Sequence[Sequence[int]]) ->
         query_positions=torch.arange(max(news)).expand(len(news), -1), row_request=request, row_offset=place,
         row_key=place, positions=place, out_cache_loc=torch.zeros_like(place),
         fresh=torch.ones(len(news), dtype=torch.bool),
-        states=torch.zeros(count, len(news), one.v_heads, one.v_dim, one.k_dim, dtype=DTYPES[shape.dtype]),
+        states=torch.zeros(count, len(news), one.state_heads, one.v_dim, one.k_dim, dtype=DTYPES[shape.dtype]),
         windows=torch.zeros(count, len(news), one.parts[0], shape.conv_width - 1, dtype=DTYPES[case.dtype]),
         layers=layers, products=schedule.numerics.state_products, conv_products=schedule.numerics.conv_products,
         dtype=case.dtype, shape=shape, news=news, kept=news, lists=np.zeros((len(news), 1), np.int64),

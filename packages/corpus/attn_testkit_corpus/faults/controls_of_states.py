@@ -15,6 +15,7 @@ from .longer_windows import LongerWindowsParent
 from .r_changing_modes import CommittedStatesKept
 from .r_convolutions import ConvParent
 from .r_gates import ChunksParent, RoundedProductsParent
+from .r_levels import LevelsParent
 from .r_moved_slots import MovedSlotsParent
 from .r_rounding import RoundingParent
 from .r_rwkv import RWKVChunksParent, RWKVParent
@@ -57,6 +58,19 @@ class StatesOfRWKVByChunks(RWKVChunksParent):
 @control()
 class ConvolutionsAsTheyAre(ConvParent):
     """Short convolutions without a recurrence, row by row, as in LFM2 and in the draft model of Inkling."""
+
+
+@control()
+class StatesOfLevels(LevelsParent):
+    """Log-linear Mamba2, in which a token carries from level to level as in a binary counter."""
+
+
+@control()
+class StatesOfLevelsReadWithoutAMask(LevelsParent):
+    """Log-linear Mamba2 that reads all levels, since those without a state hold zeros, as ``hattention`` does."""
+
+    def reads(self, level: int) -> torch.Tensor:
+        return torch.ones_like(self.live)
 
 
 @control()

@@ -45,6 +45,7 @@ SAMPLE = (
     "order-of-sums-varies",
     "prefix-of-the-first-chunk-kept",
     "prompt-attended-before-it-is-stored",
+    "carry-of-rejected-drafts-stays",
 )
 
 
