@@ -134,7 +134,7 @@ def test_a_right_backend_passes_in_eager_and_in_graphs(backend: type, words: str
         (SetOfTheQueryHead, DECODE.format("perhead"), "as if `selected` had one per query head"),
         (HeadMajorSelectionAssumed, VERIFY.format("perhead"), "is read as [Hk, T, topk]"),
         (SelectionAtTheRowOfItsRequest, VERIFY.format("perhead"), "the selection of the first request"),
-        (LastListedPageIsCutOff, DECODE.format("pagesperheadwithoutown"), ""),
+        (LastListedPageIsCutOff, DECODE.format("pagesperheadwithoutown"), "cuts off a block as if"),
     ],
 )
 def test_a_mistake_about_heads_or_pages_is_found_and_named(backend: type, case_id: str, hint: str) -> None:

@@ -223,6 +223,12 @@ def lost_selected_keys(e: Evidence) -> str:
             f"a row loses KV tokens {ranges(sorted(lost))}, which are new in this step: probably they are scored "
             "before they are stored, or a length does not count them"
         )  # fmt: skip
+    if row.selection.block > 1:
+        of = "another row or KV head" if row.selection.per_kv_head else "another row"
+        return (
+            f"a row loses KV tokens {ranges(sorted(lost))} of its selected blocks: probably it reads as many entries "
+            f"as {of} has, or cuts off a block as if it held the row's own key"
+        )
     columns = [column for column, key in enumerate(listed) if key in lost]
     if not columns:
         return ""

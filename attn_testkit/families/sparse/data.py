@@ -18,7 +18,15 @@ from cachetools import LRUCache, cached
 
 from ...cases.features.server.table import variant_of
 from ...cases.selection import Selection
-from ...steps.data import KEPT_BYTES, StepData, make_step_data, numbers_of, offsets_in_chunk, whole_with_selections
+from ...steps.data import (
+    KEPT_BYTES,
+    StepData,
+    make_layers,
+    make_step_data,
+    numbers_of,
+    offsets_in_chunk,
+    whole_with_selections,
+)
 from ...steps.index_data import make_index_data
 from ...steps.kv_groups import slot_map
 from ...steps.schedule import Schedule, Step
@@ -92,11 +100,12 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
         data = make_step_data(schedule, all_chunks)
         return _selected_keys(schedule, all_chunks)[:, offsets_in_chunk(data, all_chunks, step) >= 0]
     heads = schedule.case.heads.kv_heads if selection.per_kv_head else 1
-    found = np.empty((layers, step.tokens, heads, selection.topk), np.int64)
+    shape = make_layers(schedule.case)[0].selected_shape
     if not step.requests:
-        return _as_selected(found, selection)
+        return torch.empty(layers, 0, *shape, dtype=torch.int64)
     data = make_step_data(schedule, step)
     rng = np.random.default_rng(step.seed ^ 0x5E1)
+    found = np.empty((layers, step.tokens, heads, selection.topk), np.int64)
     turn = int(rng.integers(len(_PATTERNS)))
     for row, (request, offset) in enumerate(zip(data.row_request.tolist(), data.row_offset.tolist(), strict=True)):
         visible = data.visible[request, offset].nonzero()[:, 0].numpy()
@@ -114,12 +123,7 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
             found[layer, (turn + layer) % step.tokens] = -1
             if heads > 1:
                 found[layer, (turn + layer + 1) % step.tokens, (turn + layer) % heads] = -1
-    return _as_selected(found, selection)
-
-
-def _as_selected(found: _Ints, selection: Selection) -> torch.Tensor:
-    """``found`` [L, T, heads, topk] in the shape of ``selected``."""
-    return torch.from_numpy(found if selection.per_kv_head else found[:, :, 0])
+    return torch.from_numpy(found).view(layers, step.tokens, *shape)
 
 
 def make_sparse_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:

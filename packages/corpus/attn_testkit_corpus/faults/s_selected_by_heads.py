@@ -122,6 +122,7 @@ class SelectionOfHeadsOfTheCapture(SparseOfHeads):
 @fault(
     "flashinfer #3955 (the reduction reads the lengths of KV head 0)",
     "matches-oracle",
+    "as many entries as another row or KV head has",
     modelled="upstream the lengths in a reduction of several CTAs; here the number of pages of a head",
 )
 class CountOfKvHeadZero(SparsePagesOfHeads):
@@ -136,6 +137,7 @@ class CountOfKvHeadZero(SparsePagesOfHeads):
 @fault(
     "flashinfer #3955 (lengths count the last page that is listed as partial; its tests keep the last page)",
     "matches-oracle",
+    "cuts off a block",
 )
 class LastListedPageIsCutOff(SparsePagesOfHeads):
     """The last page of a row's list has the keys of the row's own page, also if that page is not listed."""
