@@ -251,9 +251,7 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
     block = 16
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
         heads={"families": {"mha", "gqa", "mqa"}, "mla_rope_dims": set()},
-        sparse=Sparse(
-            topk={1, 4, 16}, block=block, holes=True, without_own_block=True, fewer_rows=True, any_padding=True
-        ),
+        sparse=Sparse(topk={1, 4, 16}, block=block, holes=True, fewer_rows=True, any_padding=True),
         lse=LogSumExp("e", whole=frozenset(ForwardMode)),
     )
 
@@ -293,7 +291,9 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
 class TorchNativeSparseHeadsBackend(TorchNativeSparseBlocksBackend):
     """Each KV head selects blocks of 16 keys for itself (NSA, MoBA, MiniMax-M3)."""
 
-    capabilities = TorchNativeSparseBlocksBackend.capabilities.with_changes(sparse={"per_kv_head": True})
+    capabilities = TorchNativeSparseBlocksBackend.capabilities.with_changes(
+        sparse={"per_kv_head": True, "without_own_block": True}
+    )
 
 
 class TorchNativeSparsePagesBackend(TorchNativeSparseHeadsBackend):
