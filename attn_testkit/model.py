@@ -266,7 +266,7 @@ class Model:
         if self._selected:
             indices = self.table[:-1, :, self._width - self._selected :].view(torch.int32)
             indices.fill_(-1)
-            indices.unflatten(-1, self._selected_shape)[..., 0] = 0
+            indices.view(*indices.shape[:-1], *self._selected_shape)[..., 0] = 0
 
     def select_none_from(self, row: int) -> None:
         """Make all rows from ``row`` on, which belong to no live token, select no key."""
@@ -327,7 +327,7 @@ class Model:
                 selected = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
                 # Columns of no row hold the first key.
                 selected = with_columns_behind(selected, self._columns_behind, 0)
-                named["selected"] = selected.unflatten(1, self._selected_shape)
+                named["selected"] = selected.view(len(selected), *self._selected_shape)
             unstored = layer.kv_sharing_target_layer_id >= 0 or layer.encoder_only
             of_another = {"save_kv_cache": False} if unstored else {}
             out = backend.forward(q, k, v, layer, batch, **{**named, **of_another})

@@ -103,7 +103,8 @@ def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[
     if each is not None:
         for name in _FLAGS:
             if getattr(each, name):
-                yield {"selection": replace(each, **{name: False})}
+                off: Changes = {name: False}
+                yield {"selection": replace(each, **off)}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:

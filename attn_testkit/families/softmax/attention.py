@@ -380,9 +380,10 @@ def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer
     every = torch.stack(seen)[:, :, None, None]
     if data.allowed is None:
         return every
-    if data.by_head:
-        return every & data.allowed.transpose(2, 3).unflatten(2, (kv_heads, -1))
-    return every & data.allowed[:, :, None, None]
+    if not data.by_head:
+        return every & data.allowed[:, :, None, None]
+    *rows, heads, keys = data.allowed.shape
+    return every & data.allowed.reshape(*rows, kv_heads, heads // kv_heads, keys).permute(0, 1, 3, 4, 2, 5)
 
 
 def _norm(rows: torch.Tensor) -> torch.Tensor:

@@ -196,6 +196,6 @@ def _indices(schedule: Schedule, step: Step, data: StepData, keys: torch.Tensor)
         names = torch.from_numpy(table // selection.block)
     else:
         names = data.key_positions
-    request = data.row_request.view(-1, *[1] * (keys.dim() - 2))
-    found = names[request, keys.clamp(min=0) * selection.block]
+    of_row = data.row_request.view(-1, *[1] * (keys.dim() - 2))
+    found = names[of_row, keys.clamp(min=0) * selection.block]
     return torch.where(keys < 0, -1, found).to(torch.int32)
