@@ -260,15 +260,38 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the keys of the selected blocks that a row may see."""
         assert plan.selected is not None
-        sets = plan.selected if plan.selected.dim() > 2 else plan.selected[:, None]
-        sets = torch.nn.functional.pad(sets, (0, 0, 0, 0, 0, len(q) - len(sets)), value=-1)
+        selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
+        request, seen = self.request_of_row(selected, plan), self.keys_seen(selected, plan)
+        inside = torch.arange(self.block, device=selected.device)
+        keys = (selected[..., None] * self.block + inside).flatten(1)
+        is_key = (selected >= 0).repeat_interleave(self.block, 1) & (keys < seen[:, None])
+        # A padded row may hold any block, also one past the table.
+        places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
+        slots = plan.slot_table[request[:, None], places].long()
+        return self.attend_all(q, kv, plan, slots, is_key)
+
+
+class TorchNativeSparseHeadsBackend(TorchNativeSparseBlocksBackend):
+    """Each KV head selects blocks of 16 keys for itself (NSA, MoBA, MiniMax-M3)."""
+
+    capabilities = TorchNativeSparseBlocksBackend.capabilities.with_changes(
+        sparse={"per_kv_head": True, "without_own_block": True}
+    )
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with each KV head to the keys of its blocks that a row may see."""
+        assert plan.selected is not None
+        missing = len(q) - len(plan.selected)
+        sets = torch.nn.functional.pad(plan.selected, (0, 0, 0, 0, 0, missing), value=-1)
         slots, is_key = self.keys_of_blocks(sets, plan)
-        # [T, n, 1 or Hk], so that the heads of a key are the last axis, as in the pool.
+        # [T, n, Hk]: the heads of a key are the last axis, as in the pool.
         slots, is_key = (each.flatten(2).transpose(1, 2) for each in (slots, is_key))
         return self.attend_all(q, kv, plan, slots, is_key)
 
     def keys_of_blocks(self, sets: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot of each key of the blocks ``sets`` [T, heads, topk], and if its row attends to it: [T, heads, topk,
+        """Slot of each key of the blocks ``sets`` [T, Hk, topk], and if its row attends to it: [T, Hk, topk,
         block]."""
         request, seen = (
             each[:, None, None, None] for each in (self.request_of_row(sets, plan), self.keys_seen(sets, plan))
@@ -282,18 +305,10 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
     def read(
         self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in ``slot`` [T, n, 1 or Hk], each KV head from its own slots."""
+        """Keys and values in ``slot`` [T, n, Hk], each KV head from its own slots."""
         head = torch.arange(layer.tp_k_head_num, device=slot.device)
         k, v = (each.flatten(0, 1)[slot, head].float() for each in kv)
         return k * layer.k_scale, v * layer.v_scale
-
-
-class TorchNativeSparseHeadsBackend(TorchNativeSparseBlocksBackend):
-    """Each KV head selects blocks of 16 keys for itself (NSA, MoBA, MiniMax-M3)."""
-
-    capabilities = TorchNativeSparseBlocksBackend.capabilities.with_changes(
-        sparse={"per_kv_head": True, "without_own_block": True}
-    )
 
 
 class TorchNativeSparsePagesBackend(TorchNativeSparseHeadsBackend):
@@ -307,7 +322,7 @@ class TorchNativeSparsePagesBackend(TorchNativeSparseHeadsBackend):
     )
 
     def keys_of_blocks(self, sets: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the pages ``sets`` [T, heads, topk]. Only the page of the last key that a row sees is not full."""
+        """Slots of the pages ``sets`` [T, Hk, topk]. Only the page of the last key that a row sees is not full."""
         request, last = self.request_of_row(sets, plan), (self.keys_seen(sets, plan) - 1).clamp(min=0).long()
         own = plan.page_table[request, (last // self.block).clamp(max=plan.page_table.shape[1] - 1)]
         inside = torch.arange(self.block, device=sets.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
@@ -226,6 +228,25 @@ class BlocksOfEachKvHead(SparseOfHeads):
 @control()
 class PagesOfEachKvHead(SparsePagesOfHeads):
     """Each KV head has a list of pages, which replaces the page table (FlashInfer's block-sparse decode)."""
+
+
+@control()
+class PagesOfARow(SparsePagesOfHeads):
+    """All heads of a row have one list of pages, which replaces the page table (sglang-jax's decode of MiniMax-M3)."""
+
+    capabilities = SparsePagesOfHeads.capabilities.with_changes(sparse={"per_kv_head": False})
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        sets = plan.selected[:, None].expand(-1, plan.layer.tp_k_head_num, -1)
+        return super().run(q, kv, replace(plan, selected=sets))
+
+
+@control()
+class BlocksByScore(SparseBlocks):
+    """Blocks are selected by score alone, so a row may leave out its own (quest)."""
+
+    capabilities = SparseBlocks.capabilities.with_changes(sparse={"without_own_block": True})
 
 
 @control()
