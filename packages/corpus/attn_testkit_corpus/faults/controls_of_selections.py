@@ -244,7 +244,7 @@ class PagesOfARow(SparsePagesOfHeads):
 
 @control()
 class BlocksByScore(SparseBlocks):
-    """Blocks are selected by score alone, so a row may leave out its own (quest)."""
+    """Blocks are selected by their scores, so a row may leave out its own (quest)."""
 
     capabilities = SparseBlocks.capabilities.with_changes(sparse={"without_own_block": True})
 
