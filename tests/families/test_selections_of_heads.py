@@ -27,6 +27,7 @@ from attn_testkit_corpus.faults.s_selected_by_heads import (
 VERIFY = "target-verify-gqa4x2-d64-bf16-p16-k100.9.140-chain4-shuffled-gauss-sel4of16{}-b4prod"
 EXTEND = "extend-gqa4x2-d64-bf16-p16-k100.9-n12a20.10-chunks2-shuffled-gauss-sel4of16{}-b3prod"
 DECODE = "decode-gqa4x2-d64-bf16-p16-k100.9.140-shuffled-gauss-sel4of16{}-b4prod"
+DRAFT = DECODE.replace("decode-", "draft-decode-").replace("-shuffled", "-topk1steps3-shuffled")
 
 
 def first_step(case_id: str) -> tuple[Schedule, Step, StepData]:
@@ -116,12 +117,13 @@ def test_keys_that_one_head_selects_are_numbers_for_all_heads_and_those_of_none_
 
 
 @pytest.mark.parametrize(
-    ("backend", "words"),
-    [(TorchNativeSparseHeadsBackend, "perheadholes"), (TorchNativeSparsePagesBackend, "pagesperheadwithoutown")],
+    ("backend", "cases"),
+    [
+        (TorchNativeSparseHeadsBackend, [f"{DECODE}-wider_buffers".format("perheadholes"), EXTEND.format("perhead")]),
+        (TorchNativeSparsePagesBackend, [VERIFY.format("pagesperheadwithoutown"), DRAFT.format("pagesperhead")]),
+    ],
 )
-def test_a_right_backend_passes_in_eager_and_in_graphs(backend: type, words: str) -> None:
-    draft = DECODE.replace("decode-", "draft-decode-").replace("-shuffled", "-topk1steps3-shuffled")
-    cases = [case.format(words) for case in (f"{DECODE}-wider_buffers", VERIFY, EXTEND, draft)]
+def test_a_right_backend_passes_in_eager_and_in_graphs(backend: type, cases: list[str]) -> None:
     found = [each for each in check_backend(backend, device="cpu", cases=cases) if each.case]
     assert [each for each in found if each.status != "passed"] == []
     assert len(found) == 2 * len(cases)
