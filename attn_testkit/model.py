@@ -7,6 +7,7 @@ limit on an attention output becomes a limit on hidden states and logits only th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -135,7 +136,7 @@ def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
 def row_width(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> int:
     """Number of elements of q, k, v and selected keys per token in one layer; in the widest layer if layers differ."""
     rows = max(start + heads * stride for layer in layers for start, heads, stride, _ in _parts(layer))
-    return rows + layers[0].topk * _INDEX_BYTES // dtype.itemsize
+    return rows + math.prod(layers[0].selected_shape) * _INDEX_BYTES // dtype.itemsize
 
 
 _INDEX_BYTES = 4
@@ -154,12 +155,12 @@ def pack(
     """Pack [L, T, H, D] tensors into [T, L, width] rows of the model's table (host). ``one_row``: v is a part of k.
 
     ``maps``: one per layer, if layers have different heads. A row holds the layer's own heads, then NaN.
-    ``selected`` [L, T, topk] int32: its bits are stored at the end of a row.
+    ``selected`` [L, T, topk] or [L, T, Hk, topk] int32: its bits are stored at the end of a row.
     """
     if not maps:
         rows = [x.flatten(2).transpose(0, 1) for x in ((q, k) if one_row else (q, k, v))]
         if selected is not None:
-            rows.append(selected.transpose(0, 1).contiguous().view(q.dtype))
+            rows.append(selected.flatten(2).transpose(0, 1).contiguous().view(q.dtype))
         return torch.cat(rows, -1)
     found = []
     for index, each in enumerate(maps):
@@ -232,7 +233,8 @@ class Model:
         """
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
         self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers, table.dtype)
-        self._selected = layers[0].topk * _INDEX_BYTES // table.dtype.itemsize
+        self._selected_shape = layers[0].selected_shape
+        self._selected = math.prod(self._selected_shape) * _INDEX_BYTES // table.dtype.itemsize
         self.select_first_keys()
         size = table.dtype.itemsize
         self.bytes_of_parts = tuple(
@@ -264,7 +266,7 @@ class Model:
         if self._selected:
             indices = self.table[:-1, :, self._width - self._selected :].view(torch.int32)
             indices.fill_(-1)
-            indices[..., 0] = 0
+            indices.view(*indices.shape[:-1], *self._selected_shape)[..., 0] = 0
 
     def select_none_from(self, row: int) -> None:
         """Make all rows from ``row`` on, which belong to no live token, select no key."""
@@ -324,7 +326,8 @@ class Model:
                 last = packed[:selects, index, self._width - self._selected :]
                 selected = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
                 # Columns of no row hold the first key.
-                named["selected"] = with_columns_behind(selected, self._columns_behind, 0)
+                selected = with_columns_behind(selected, self._columns_behind, 0)
+                named["selected"] = selected.view(len(selected), *self._selected_shape)
             unstored = layer.kv_sharing_target_layer_id >= 0 or layer.encoder_only
             of_another = {"save_kv_cache": False} if unstored else {}
             out = backend.forward(q, k, v, layer, batch, **{**named, **of_another})

@@ -190,9 +190,9 @@ class TorchNativeSparseBackend(KernelBackend):
         slot: torch.Tensor,
         is_key: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the keys in ``slot`` [T, n] for which ``is_key`` is true. Values read for -1 may be NaN, so they
-        are masked first."""
-        layer, there = plan.layer, is_key[..., None, None]
+        """Attend to the keys in ``slot`` [T, n], or [T, n, Hk] if KV heads have different keys, for which ``is_key`` is
+        true. Values read for -1 may be NaN, so they are masked first."""
+        layer, there = plan.layer, (is_key if is_key.dim() > 2 else is_key[..., None])[..., None]
         k, v = (each.masked_fill(~there, 0.0) for each in self.read(kv, slot, layer))
         group = layer.q_per_kv
         rows = q.float().view(len(q), -1, group, q.shape[-1])
@@ -327,3 +327,64 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
         places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
         slots = plan.slot_table[request[:, None], places].long()
         return self.attend_all(q, kv, plan, slots, is_key)
+
+
+class TorchNativeSparseHeadsBackend(TorchNativeSparseBlocksBackend):
+    """Each KV head selects blocks of 16 keys for itself (NSA, MoBA, MiniMax-M3)."""
+
+    capabilities = TorchNativeSparseBlocksBackend.capabilities.with_changes(
+        sparse={"per_kv_head": True, "without_own_block": True}
+    )
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with each KV head to the keys of its blocks that a row may see."""
+        assert plan.selected is not None
+        missing = len(q) - len(plan.selected)
+        sets = torch.nn.functional.pad(plan.selected, (0, 0, 0, 0, 0, missing), value=-1)
+        slots, is_key = self.keys_of_blocks(sets, plan)
+        # [T, n, Hk]: the heads of a key are the last axis, as in the pool.
+        slots, is_key = (each.flatten(2).transpose(1, 2) for each in (slots, is_key))
+        return self.attend_all(q, kv, plan, slots, is_key)
+
+    def keys_of_blocks(self, sets: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot of each key of the blocks ``sets`` [T, Hk, topk], and if its row attends to it: [T, Hk, topk,
+        block]."""
+        request, seen = (
+            each[:, None, None, None] for each in (self.request_of_row(sets, plan), self.keys_seen(sets, plan))
+        )
+        keys = sets[..., None] * self.block + torch.arange(self.block, device=sets.device)
+        is_key = (sets[..., None] >= 0) & (keys < seen)
+        # A padded row may hold any block, also one past the table.
+        places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
+        return plan.slot_table[request, places].long(), is_key
+
+    def read(
+        self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in ``slot`` [T, n, Hk], each KV head from its own slots."""
+        head = torch.arange(layer.tp_k_head_num, device=slot.device)
+        k, v = (each.flatten(0, 1)[slot, head].float() for each in kv)
+        return k * layer.k_scale, v * layer.v_scale
+
+
+class TorchNativeSparsePagesBackend(TorchNativeSparseHeadsBackend):
+    """Each KV head selects pages of the pool, as if it had a page table of its own (FlashInfer's decode of trtllm-gen
+    with ``enable_block_sparse_attention``)."""
+
+    capabilities = TorchNativeSparseHeadsBackend.capabilities.with_changes(
+        kv_pool={"page_sizes": {TorchNativeSparseHeadsBackend.block}},
+        sparse={"index_space": "pages", "holes": False},
+        bounds={"max_draft_branches": 1},
+    )
+
+    def keys_of_blocks(self, sets: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of the pages ``sets`` [T, Hk, topk]. Only the page of the last key that a row sees is not full."""
+        request, last = self.request_of_row(sets, plan), (self.keys_seen(sets, plan) - 1).clamp(min=0).long()
+        own = plan.page_table[request, (last // self.block).clamp(max=plan.page_table.shape[1] - 1)]
+        inside = torch.arange(self.block, device=sets.device)
+        full = sets != own[:, None, None]
+        is_key = (sets >= 0)[..., None] & (full[..., None] | (inside <= (last % self.block)[:, None, None, None]))
+        # A padded row may hold any page, also one that no request owns.
+        return (sets.clamp(min=0).long()[..., None] * self.block + inside), is_key

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-PATTERN = r"sel(\d+)(?:of(\d+))?(slots)?(holes)?(empty)?"
+from ..contract import Sparse
+
+PATTERN = r"sel(\d+)(?:of(\d+))?(slots|pages)?(perhead)?(holes)?(empty)?(withoutown)?"
 """The word of a selection in a case id."""
 
 
@@ -15,23 +17,42 @@ class Selection:
 
     topk: int
     """Width of ``selected``: most keys of a row."""
-    slots: bool = False
-    """True if indices are slots of the KV pool, not positions in the request."""
+    space: str = "positions"
+    """Meaning of an index: one of ``INDEX_SPACES``."""
     holes: bool = False
     """True if -1 may also come before a key."""
     empty_rows: bool = False
     """True if some rows select no key."""
     block: int = 1
     """Keys of a block; 1 if an index is a key."""
+    per_kv_head: bool = False
+    """True if each KV head selects for itself."""
+    without_own_block: bool = False
+    """True if some rows leave out the block of their own key."""
+
+    @classmethod
+    def of(cls, sparse: Sparse, topk: int, **flags: bool) -> Selection:
+        """A selection in the form that a backend declares. ``flags``: fields in which its cases may differ."""
+        return cls(topk, sparse.index_space, block=sparse.block, per_kv_head=sparse.per_kv_head, **flags)
 
     def __str__(self) -> str:
         blocks = f"of{self.block}" if self.block > 1 else ""
-        return f"sel{self.topk}{blocks}{'slots' * self.slots}{'holes' * self.holes}{'empty' * self.empty_rows}"
+        space = "" if self.space == "positions" else self.space
+        flags = "holes" * self.holes + "empty" * self.empty_rows + "withoutown" * self.without_own_block
+        return f"sel{self.topk}{blocks}{space}{'perhead' * self.per_kv_head}{flags}"
 
     @classmethod
     def read(cls, match: re.Match[str]) -> Selection:
         """The selection of a match of ``PATTERN``."""
-        return cls(int(match[1]), bool(match[3]), bool(match[4]), bool(match[5]), int(match[2] or 1))
+        per_head, holes, empty, without_own = (bool(match[group]) for group in range(4, 8))
+        return cls(
+            int(match[1]), match[3] or "positions", holes, empty, int(match[2] or 1), per_head, without_own
+        )  # fmt: skip
+
+    @property
+    def slots(self) -> bool:
+        """True if indices are slots of the KV pool."""
+        return self.space == "slots"
 
     @property
     def keys(self) -> int:

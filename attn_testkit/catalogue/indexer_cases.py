@@ -112,5 +112,5 @@ def with_indexer(declared: Capabilities, case: Case, topk: int = 0, data: str = 
     assert sparse is not None
     assert not isinstance(INDEXER.fit, Without)
     width = topk or min(sparse.topk, key=lambda each: (each == 1, each))
-    asked = case.with_changes(selection=Selection(width, sparse.index_space == "slots"), indexer=Indexing(0, data=data))
+    asked = case.with_changes(selection=Selection.of(sparse, width), indexer=Indexing(0, data=data))
     return asked.with_changes(**INDEXER.fit(declared, asked))

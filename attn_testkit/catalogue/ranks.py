@@ -58,7 +58,8 @@ def _selected(declared: Capabilities) -> dict[str, object]:
     if sparse is None:
         return {}
     topk = min(sparse.topk, key=lambda each: (each == 1, each))
-    return {"selection": Selection(topk, False, sparse.holes, sparse.empty_rows, sparse.block), "indexer": None}
+    forms = {"holes": sparse.holes, "empty_rows": sparse.empty_rows}
+    return {"selection": Selection.of(sparse, topk, **forms), "indexer": None}
 
 
 def _around(page: int, ranks: int, interleave: int) -> tuple[int, ...]:

@@ -180,10 +180,18 @@ class Capabilities(Declared):
             "bounds.max_topk above 1": self.bounds.max_topk > 1,
             "cross_attention": bool(self.cross_attention.modes),
             "lse with a fused indexer": lse is not None and fused,
-            "lse.ranks with index_space='slots'": lse is not None and bool(lse.ranks) and sparse.index_space == "slots",
+            f"lse.ranks with index_space={sparse.index_space!r}":
+                lse is not None and bool(lse.ranks) and sparse.index_space != "positions",
+            "lse.ranks with per_kv_head": lse is not None and bool(lse.ranks) and sparse.per_kv_head,
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
             raise ValueError(f"Capabilities declare sparse and {name}, but no case combines them; leave {name} out")
+        if sparse.index_space == "pages" and self.kv_pool.page_sizes != {sparse.block}:
+            raise ValueError(
+                f"Capabilities declare sparse.block={sparse.block} with index_space='pages', and kv_pool.page_sizes "
+                f"{sorted(self.kv_pool.page_sizes)}: an index is a page, so declare "
+                f"kv_pool.page_sizes={{{sparse.block}}}"
+            )
         if sparse.fewer_rows and not self.server.takes_more_rows:
             raise ValueError(
                 "Capabilities declare sparse.fewer_rows without server.takes_more_rows, and only padded q has more "

@@ -114,8 +114,8 @@ class KernelPlan:
     """[T, Hq, Dv], contiguous: buffer for the output, if the caller gave one. If ``run`` returns a different tensor,
     the kit copies it into this buffer."""
     selected: torch.Tensor | None = None
-    """[T, topk] int32: keys of each row, as ``Capabilities.sparse`` says; -1 means no key. None if a row attends
-    to all keys that it may see."""
+    """[T, topk] int32: keys of each row, as ``Capabilities.sparse`` says; -1 means no key. [T, Hk, topk] if each KV
+    head selects for itself. None if a row attends to all keys that it may see."""
     part: KVSplit = _WHOLE
     """KV split that ``run_return_lse`` attends to. Only the members ``part_...`` describe its keys; all others describe
     all keys."""

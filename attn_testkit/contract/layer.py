@@ -101,6 +101,8 @@ class AttentionLayer(OfHeadLayout):
     the layer is causal, whatever spans the batch has. Layers differ only with ``Spans.by_layer``."""
     topk: int = 0
     """Keys that each row selects at most, and the width of ``selected``. 0: rows attend to all visible keys."""
+    selects_per_kv_head: bool = False
+    """True if each KV head selects for itself, so that ``selected`` is [T, Hk, topk] (``Sparse.per_kv_head``)."""
     index_heads: int = 0
     """Query heads of the layer's indexer. 0: selections are given."""
     reuses_selection: bool = False
@@ -129,6 +131,11 @@ class AttentionLayer(OfHeadLayout):
     def head_shape(self) -> HeadShape:
         """Head counts and width, which are equal for layers that share a plan."""
         return HeadShape(self.tp_q_head_num, self.tp_k_head_num, self.head_dim)
+
+    @property
+    def selected_shape(self) -> tuple[int, ...]:
+        """Shape of a row of ``selected``: (topk,), or (Hk, topk)."""
+        return (self.tp_k_head_num, self.topk) if self.selects_per_kv_head else (self.topk,)
 
     @property
     def tp_v_head_num(self) -> int:

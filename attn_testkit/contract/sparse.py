@@ -11,7 +11,7 @@ from .refusal import Refusal
 
 __all__ = ["INDEX_ROTATIONS", "INDEX_SCALES", "INDEX_SPACES", "INDEX_SUMS", "SELECTING_FORWARDS", "Indexer", "Sparse"]
 
-INDEX_SPACES = ("positions", "slots")
+INDEX_SPACES = ("positions", "slots", "pages")
 INDEX_SCALES = ("amax", "power_of_two")
 INDEX_ROTATIONS = ("none", "neox", "interleaved")
 SELECTING_FORWARDS = ("each", "first")
@@ -85,9 +85,9 @@ class Indexer(Declared):
 class Sparse(Declared):
     """The selections that a backend supports: ``Capabilities(sparse=Sparse(topk={2048}, index_space="positions"))``.
 
-    Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``. The
-    keys of a row are listed in any order, each once; -1 means no key. A row of fewer keys than ``topk`` selects all
-    that it may see. Each layer and each row has its own selection.
+    Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``; with
+    ``per_kv_head`` it is [T, Hk, topk]. The keys of a row are listed in any order, each once; -1 means no key. A row of
+    fewer keys than ``topk`` selects all that it may see. Each layer and each row has its own selection.
 
     Raises ``ValueError`` for a wrong spelling, and for no ``topk``.
     """
@@ -96,12 +96,19 @@ class Sparse(Declared):
     """Widths of ``selected``. There is no default. DeepSeek V3.2 has 2048."""
     index_space: str = "positions"
     """Meaning of an index. ``positions``: a key's place in its request, 0 being the first, which the request
-    table maps to a slot. ``slots``: a slot of the KV pool (the fused top-k of SGLang, ``PAGED``)."""
+    table maps to a slot. ``slots``: a slot of the KV pool (the fused top-k of SGLang, ``PAGED``). ``pages``: a page of
+    the KV pool, as in a page table; ``block`` is then the page size. Pages of a row are listed in the order of the
+    request, so that the list can replace a page table (FlashInfer #3955, sglang-jax #1376)."""
     block: int = 1
     """How many keys does an index select? Default, 1: the key itself. B: keys ``B * i .. B * i + B - 1`` of the request
-    (NSA, MoBA, quest), of which a row attends to those that it may see. ``topk`` then counts blocks, and a row always
-    lists the block of its own key, of which the keys after the row may be cut off. All heads of a row have one
-    selection."""
+    (NSA, MoBA, quest), of which a row attends to those that it may see. ``topk`` then counts blocks, and a row lists
+    the block of its own key, of which the keys after the row may be cut off."""
+    without_own_block: bool = False
+    """True if a row may leave out the block of its own key, as selections by score do (quest). False: each row lists
+    it."""
+    per_kv_head: bool = False
+    """True if each KV head selects for itself (NSA, MoBA, MiniMax-M3). Then ``selected`` is [T, Hk, topk], and query
+    head h attends to the keys of KV head ``h // q_per_kv``. False: all heads of a row have one selection."""
     holes: bool = False
     """True if -1 may come before a key. False: every -1 of a row is after its last key."""
     empty_rows: bool = False
@@ -127,11 +134,20 @@ class Sparse(Declared):
             raise ValueError(f"Sparse.indexer must be an Indexer, got {self.indexer!r}; write Indexer(heads={{64}})")
         if not is_whole(self.block) or self.block < 1:
             raise ValueError(f"Sparse.block must be a whole number from 1 on, got {self.block!r}")
-        if self.block > 1 and (self.index_space != "positions" or self.empty_rows or self.indexer):
+        if self.block > 1 and (self.index_space == "slots" or self.empty_rows or self.indexer):
             raise ValueError(
-                "Sparse.block above 1 needs index_space='positions', and excludes empty_rows and indexer: an index "
-                "is a block of a request, and each row lists that of its own key"
+                "Sparse.block above 1 needs index_space='positions' or 'pages', and excludes empty_rows and indexer: "
+                "an index is a block of a request, or the page that holds it, and each row lists a block"
             )
+        if self.index_space == "pages" and (self.block == 1 or self.holes):
+            raise ValueError(
+                "Sparse.index_space='pages' needs block, the page size, and excludes holes: pages of a row are listed "
+                "in the order of the request, and every -1 is after them"
+            )
+        if self.without_own_block and self.block == 1:
+            raise ValueError("Sparse.without_own_block needs block above 1; a row may leave out its own key anyway")
+        if self.per_kv_head and self.indexer:
+            raise ValueError("Sparse.per_kv_head excludes indexer: the kit's indexer makes one selection for a row")
         self._check_flags()
 
 
@@ -140,6 +156,9 @@ def refused_selections(sparse: Sparse | None, context: BackendContext) -> Iterat
     topk, indexer = (sparse.topk, sparse.indexer) if sparse else ({0}, None)
     if not all(layer.topk in topk for layer in context.layers):
         yield "selected keys per row", ", ".join(str(layer.topk) for layer in context.layers)
+    per_kv_head = sparse is not None and sparse.per_kv_head
+    if not all(layer.selects_per_kv_head == per_kv_head for layer in context.layers if layer.topk):
+        yield "selections of each KV head", ", ".join(str(layer.selects_per_kv_head) for layer in context.layers)
     if not _selects(indexer, context):
         yield "indexer with heads and reuse of", ", ".join(f"{each.index_heads}" for each in context.layers)
 

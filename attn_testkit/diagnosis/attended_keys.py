@@ -22,6 +22,7 @@ from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
 from ..families.expected import Expected, expect
 from ..families.softmax.attention import seen_in
+from ..families.sparse.data import visible_of
 from ..families.sparse.family import with_selection
 from ..steps.data import make_layers
 from ..steps.foreign_slots import PLACES, place_pattern
@@ -84,6 +85,8 @@ class AttendedKeys:
     """
     selected: bool = False
     """True if the row should attend to KV tokens that were selected for it, and to no others."""
+    by_head: bool = False
+    """True if each KV head should attend to KV tokens of its own."""
 
     @property
     def right(self) -> bool:
@@ -119,7 +122,7 @@ class AttendedKeys:
     def text(self) -> str:
         """The text of one line in a failure."""
         name = f"request {self.request}" + (f" row {self.row}" if self.row else "")
-        name += f" head {self.head}" if self.heads else ""
+        name += f" head {self.head}" if self.heads or self.by_head else ""
         of = " of those examined" if self.not_asked else ""
         if self.used == self.wanted and not self.doubled:
             text = f"{name} attended to the right KV tokens{of}, {ranges(sorted(self.used))}"
@@ -269,8 +272,8 @@ def _attended_at(
     layer = make_layers(schedule.case)[index]
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
     length = step.lens[request]
-    visible = _visible(schedule, expected, index)[request, row]
-    wanted = frozenset(int(k) for k in visible.nonzero().flatten())
+    visible = seen_by_heads(schedule, expected, index, (request, row))
+    wanted = frozenset(int(k) for k in visible[head].nonzero().flatten())
     dims = _right_dims(comparison, index, layer.v_head_dim)
     starts = _starts(length, dims, wanted)
 
@@ -298,7 +301,7 @@ def _attended_at(
         elsewhere = _weight_elsewhere(weights_of, request, head, layer.v_scale, small)
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None
     found = _read(request, row, weights, wanted, elsewhere, total)
-    heads = _misrouted_heads(torch.cat(by_head, 1), sorted(weights), found.wanted)
+    heads = _misrouted_heads(torch.cat(by_head, 1), visible[:, sorted(weights)])
     return replace(
         found,
         length=length,
@@ -309,17 +312,22 @@ def _attended_at(
         window=layer.sliding_window_size,
         shape=layer.head_shape,
         selected=schedule.case.selection is not None,
+        by_head=expected.data.by_head,
     )
 
 
-def _visible(schedule: Schedule, expected: Expected, index: int) -> torch.Tensor:
-    """[B, Tmax, S] bool: KV tokens that the rows of layer number ``index`` should attend to."""
-    data = expected.data
+def seen_by_heads(schedule: Schedule, expected: Expected, index: int, row: tuple[int, int]) -> torch.Tensor:
+    """[Hq, S] bool: KV tokens to which the query heads of a row of layer number ``index`` should attend. ``row``:
+    request, and row of it."""
+    data, layer = expected.data, make_layers(schedule.case)[index]
     if schedule.case.selection is not None:
-        allowed = with_selection(schedule, data).allowed
-        assert allowed is not None
-        return allowed[index] & data.visible
-    return seen_in(data.visible, data, make_layers(schedule.case)[index])
+        data = with_selection(schedule, data)
+        assert data.allowed is not None
+        seen = (data.allowed[index] & visible_of(data)[index])[row]
+    else:
+        seen = seen_in(data.visible, data, layer)[row]
+    by_head = seen if data.by_head else seen[None]
+    return by_head.repeat_interleave(layer.tp_q_head_num // len(by_head), 0)
 
 
 def _weights_of(
@@ -374,9 +382,8 @@ def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
     return sorted(block * dim for block in [b for b in blocks if 0 <= b <= last][:_MAX_PASSES])
 
 
-def _misrouted_heads(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
-    """Heads that attended to other tokens than ``wanted``, if not all did. ``weights`` [Hq, len(keys)]."""
-    right = torch.tensor([key in wanted for key in keys])
+def _misrouted_heads(weights: torch.Tensor, right: torch.Tensor) -> tuple[int, ...]:
+    """Heads that attended to other tokens than those of ``right``, if not all did. ``weights``, ``right`` [Hq, n]."""
     used = weights > (weights.amax(1, keepdim=True) * torch.where(right, _SMALL, 1 / 4)).clamp(min=1e-6)
     misrouted = (used != right).any(1)
     return () if misrouted.all() else tuple(misrouted.nonzero().flatten().tolist())

@@ -116,10 +116,11 @@ class StepData:
     out_cache_loc: torch.Tensor = field(metadata={"axes": "token"})
     """[T] int64."""
     allowed: torch.Tensor | None = field(default=None, metadata={"axes": "layer request row key"})
-    """[L, B, Tmax, S] bool: the visible keys to which the rows of a layer attend. None: all of them."""
+    """[L, B, Tmax, S] bool: the visible keys to which the rows of a layer attend. [L, B, Tmax, H, S] if heads attend to
+    different keys: H KV heads, or in diagnosis query heads. None: all of them."""
     selected: torch.Tensor | None = field(default=None, metadata={"axes": "layer token"})
-    """[L, T, topk] int32: indices of the keys to which each row attends, as the backend gets them. None: no
-    selection."""
+    """[L, T, topk] int32: indices of the keys to which each row attends, as the backend gets them. [L, T, Hk, topk] if
+    each KV head selects for itself. None: no selection."""
     encoder: EncoderKeys | None = None
     """Encoder keys, which come first along S; None without cross-attention layers."""
     row_format: PackedRows | None = None
@@ -148,6 +149,11 @@ class StepData:
             return self.parts[family].of_layer(part, self.families[:layer].count(family))
         found: torch.Tensor = getattr(self, part)[layer]
         return found
+
+    @property
+    def by_head(self) -> bool:
+        """True if ``allowed`` has an axis of heads."""
+        return self.allowed is not None and self.allowed.dim() > self.visible.dim() + 1
 
     @property
     def keys(self) -> torch.Tensor:

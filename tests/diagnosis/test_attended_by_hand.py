@@ -367,14 +367,16 @@ def test_what_counts_as_used_and_as_counted_twice(weights: dict[int, float], use
 
 
 def test_heads_are_astray_where_others_are_not() -> None:
-    keys, wanted = [0, 1, 2], frozenset({0, 1})
+    wanted = torch.tensor([[True, True, False]])
     right, wrong, small = [0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.5, 0.125]
-    assert _misrouted_heads(torch.tensor([right, wrong, small]), keys, wanted) == (1,)
-    assert _misrouted_heads(torch.tensor([right, [0.5, 0.5, 0.126]]), keys, wanted) == (1,)
-    assert _misrouted_heads(torch.tensor([wrong, wrong]), keys, wanted) == ()
-    assert _misrouted_heads(torch.tensor([right, [0.0, 0.0, 0.0]]), keys, wanted) == (1,)
+    assert _misrouted_heads(torch.tensor([right, wrong, small]), wanted) == (1,)
+    assert _misrouted_heads(torch.tensor([right, [0.5, 0.5, 0.126]]), wanted) == (1,)
+    assert _misrouted_heads(torch.tensor([wrong, wrong]), wanted) == ()
+    assert _misrouted_heads(torch.tensor([right, [0.0, 0.0, 0.0]]), wanted) == (1,)
     tiny = torch.tensor([wrong, [1.1e-6, 1.1e-6, 0.9e-6], [0.9e-6, 0.9e-6, 0.0]])
-    assert _misrouted_heads(tiny, keys, wanted) == (0, 2), "what is so small is not looked at"
+    assert _misrouted_heads(tiny, wanted) == (0, 2), "what is so small is not looked at"
+    of_each = torch.tensor([[True, True, False], [True, False, True]])
+    assert _misrouted_heads(torch.tensor([right, right]), of_each) == (1,), "each head has tokens of its own"
 
 
 def test_ranges_of_tokens() -> None:

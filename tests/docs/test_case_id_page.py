@@ -84,6 +84,9 @@ def with_word(case_id: str, word: str) -> str:
     if word.startswith("encoder"):
         # A sequence is encoded at once.
         parts = ["k0x3" if part.startswith("k0.") else part for part in parts]
+    if word.startswith("sel4of16pages"):
+        # An index is a page.
+        parts = ["p16" if part == "p8" else part for part in parts]
     if word.endswith("dsmla") or word.startswith("kvfp8dsmla"):
         # Packed rows are latent ones, in whole tiles.
         parts[:2] = ["mla4", "d128" if "v4" in word else "d128r64"]

@@ -16,6 +16,8 @@ from .outside import with_layers
 _LONGER = 5
 """About number of keys for each selected key in a case that tries a top-k. With fewer keys all are selected, and a
 backend that ignores the selection passes."""
+_FLAGS = {"holes": 2, "empty_rows": 3, "without_own_block": 4}
+"""Flags of a selection that a backend may declare -> one of how many cases has it, if a case says nothing else."""
 _WIDE, _MORE = 512, 64
 """Smallest top-k for which one request has only a few keys more than its rows select, and how many: 2,112 for 2,048."""
 
@@ -25,22 +27,19 @@ def _words(case: Fields) -> str:
     if each is None:
         return "layers that attend to all keys"
     more = [" -1 before a key"] * each.holes + [" a row of each layer without a key"] * each.empty_rows
+    more += [" rows without the block of their own key"] * each.without_own_block
     what = f"block{'s'[: each.topk - 1]} of {each.block} keys" if each.block > 1 else f"key{'s'[: each.topk - 1]}"
-    where = "" if each.block > 1 else f", as {'slots' if each.slots else 'positions'}"
-    return f"up to {each.topk} selected {what} per row{where}{' with' * bool(more)}{' and'.join(more)}"
+    per = "KV head of a row" if each.per_kv_head else "row"
+    where = "" if each.block > 1 and each.space == "positions" else f", as {each.space}"
+    return f"up to {each.topk} selected {what} per {per}{where}{' with' * bool(more)}{' and'.join(more)}"
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
     sparse, each = declared.sparse, case.selection
     if sparse is None or each is None:
         return sparse is None and each is None
-    return (
-        each.topk in sparse.topk
-        and each.block == sparse.block
-        and each.slots == (sparse.index_space == "slots")
-        and each.holes <= sparse.holes
-        and each.empty_rows <= sparse.empty_rows
-    )
+    flags = {name: getattr(each, name) and getattr(sparse, name) for name in _FLAGS}
+    return each.topk in sparse.topk and each == Selection.of(sparse, each.topk, **flags)
 
 
 def _fit(declared: Capabilities, case: Fields) -> Changes:
@@ -53,9 +52,11 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
     # Cases that are made for dense layers take each width in turn, and each way to write it.
     turn = sum(case.prefixes) + case.bs if each is None else 0
     topk = each.topk if each and each.topk in sizes else _of_keys(sparse, sizes[turn % len(sizes)], case.prefixes)
-    holes = sparse.holes and (each.holes if each else turn % 2 == 1)
-    empty = sparse.empty_rows and (each.empty_rows if each else turn % 3 == 1)
-    return {"selection": Selection(topk, sparse.index_space == "slots", holes, empty, sparse.block)}
+    flags = {
+        name: getattr(sparse, name) and (getattr(each, name) if each else turn % count == 1)
+        for name, count in _FLAGS.items()
+    }
+    return {"selection": Selection.of(sparse, topk, **flags)}
 
 
 def _of_keys(sparse: Sparse, topk: int, prefixes: Sequence[int]) -> int:
@@ -68,17 +69,15 @@ def _columns(declared: Capabilities, mode: object, tier: str) -> dict[str, Seque
     sparse = declared.sparse
     if sparse is None:
         return {}
-    flags = {name: [False, True] for name in ("holes", "empty_rows") if getattr(sparse, name)}
+    flags = {name: [False, True] for name in _FLAGS if getattr(sparse, name)}
     return {"selected": sorted(sparse.topk), **flags}
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     if declared.sparse is None:
         return {}
-    slots = declared.sparse.index_space == "slots"
     topk = _of_keys(declared.sparse, row["selected"], so_far.get("prefixes", (0,)))
-    more = row.get("holes", False), row.get("empty_rows", False), declared.sparse.block
-    return {"selection": Selection(topk, slots, *more)}
+    return {"selection": Selection.of(declared.sparse, topk, **{name: row.get(name, False) for name in _FLAGS})}
 
 
 def _tried(declared: Capabilities, case: Fields) -> int | None:
@@ -102,9 +101,10 @@ def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
 def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     each = case.selection
     if each is not None:
-        for name in ("holes", "empty_rows"):
+        for name in _FLAGS:
             if getattr(each, name):
-                yield {"selection": replace(each, **{name: False})}
+                off: Changes = {name: False}
+                yield {"selection": replace(each, **off)}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -114,13 +114,31 @@ def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, B
     return f"{other} selected keys", with_layers(context, topk=other)
 
 
+def _undeclared_form(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if declared.sparse is None:
+        return None
+    other = not declared.sparse.per_kv_head
+    text = "a selection of each KV head" if other else "one selection for all KV heads"
+    return text, with_layers(context, selects_per_kv_head=other)
+
+
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     columns = _columns(declared, None, "")
     return _of_row(declared, {name: draws.one_of(values) for name, values in columns.items()}, so_far)
 
 
 def _of_layers(case: Fields) -> Sequence[Changes]:
-    return [{"topk": case.selection.topk} if case.selection else {}] * case.layers.count
+    each = case.selection
+    changes = {"topk": each.topk, "selects_per_kv_head": each.per_kv_head} if each else {}
+    return [changes] * case.layers.count
+
+
+def _flag(text: str, name: str) -> Covered:
+    return option(
+        text,
+        lambda declared, mode: declared.sparse is not None and getattr(declared.sparse, name),
+        lambda case: case.selection is not None and getattr(case.selection, name),
+    )
 
 
 SELECTION = Feature(
@@ -141,8 +159,29 @@ SELECTION = Feature(
         ),
         Trait(
             "selected slots",
-            lambda case: case.selection is not None and case.selection.slots,
+            lambda case: case.selection is not None and case.selection.space != "positions",
             excludes={"ranks with their own pools": "a slot is of the pool of one rank, and all get one selection"},
+        ),
+        Trait(
+            "selected pages",
+            lambda case: case.selection is not None and case.selection.space == "pages",
+            excludes={
+                "blocks of another size than pages": "an index is a page of the KV pool",
+                "branches of a draft": "each branch has a copy of the page in which the prefix ends",
+            },
+        ),
+        Trait(
+            "blocks of another size than pages",
+            lambda case: case.selection is not None and case.selection.block != case.page_size,
+        ),
+        Trait(
+            "selections of each KV head",
+            lambda case: case.selection is not None and case.selection.per_kv_head,
+            excludes={
+                "ranks with their own pools": "a rank finds its keys in one selection for all heads",
+                "heads by layer": "a row of `selected` has the same shape in all layers",
+                "indexer": "the kit's indexer makes one selection for a row",
+            },
         ),
     ),
     words=(
@@ -176,6 +215,26 @@ SELECTION = Feature(
             numbers=True,
         ),
         Entry(
+            "sel4of16pages",
+            "Each row selects up to 4 pages of 16 keys, given as pages of the KV pool.",
+            also=("selected pages",),
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "sel4of16perhead",
+            "Each KV head of a row selects up to 4 blocks of 16 keys for itself.",
+            also=("per_kv_head", "selection per KV head"),
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
+            "sel4of16withoutown",
+            "Each row selects up to 4 blocks of 16 keys, and some rows leave out the block of their own key.",
+            page="how-to/selected-keys.md",
+            numbers=True,
+        ),
+        Entry(
             "sel16slots",
             "Each row selects up to 16 keys, given as slots of the KV pool.",
             page="how-to/selected-keys.md",
@@ -195,7 +254,7 @@ SELECTION = Feature(
         ),
         Entry(
             "index space",
-            "What an index of a selection is: the position of a key in its request, or a slot of the KV pool.",
+            "What an index of a selection is: the position of a key in its request, or a slot or page of the KV pool.",
             page="how-to/selected-keys.md",
         ),
         Entry(
@@ -222,19 +281,12 @@ SELECTION = Feature(
             _tried,
             _make,
         ),
-        option(
-            "-1 before selected keys",
-            lambda declared, mode: declared.sparse is not None and declared.sparse.holes,
-            lambda case: case.selection is not None and case.selection.holes,
-        ),
-        option(
-            "rows without a key",
-            lambda declared, mode: declared.sparse is not None and declared.sparse.empty_rows,
-            lambda case: case.selection is not None and case.selection.empty_rows,
-        ),
+        _flag("-1 before selected keys", "holes"),
+        _flag("rows without a key", "empty_rows"),
+        _flag("rows without their own block", "without_own_block"),
     ),
     simpler=of_fields("selection", steps=_simpler),
-    undeclared=(_undeclared,),
+    undeclared=(_undeclared, _undeclared_form),
     random=_random,
     varies="instance",
     apply=(OnLayers(_of_layers),),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...cases.selection import Selection
+from ...families.sparse.data import heads_with_keys
 from ...families.sparse.family import with_selection
 from ...steps.schedule import Request
-from ..attended_keys import AttendedKeys, ranges
+from ..attended_keys import AttendedKeys, ranges, seen_by_heads
 from .evidence import Evidence
 from .hint import Level, hint
 from .numbers import scale_of_values
@@ -57,8 +58,15 @@ class _Row:
         if not bool(wrong.any()):
             return []
         layer, row = wrong.nonzero()[0].tolist()
-        found: list[int] = data.selected[layer, row].tolist()
+        listed = data.selected[layer, row]
+        found: list[int] = (listed[self.kv_head] if data.by_head else listed).tolist()
         return found
+
+    @property
+    def kv_head(self) -> int:
+        """KV head of the head that was examined."""
+        heads = self.e.schedule.case.heads
+        return self.a.head // (heads.q_heads // heads.kv_heads)
 
 
 def _row(e: Evidence) -> _Row:
@@ -90,9 +98,9 @@ def rows_without_keys_give_nan(e: Evidence) -> str:
     comparison, data = e.comparison, with_selection(e.schedule, e.expected.data)
     if data.allowed is None:
         return ""
-    seen = (data.allowed & data.visible).any(-1)[:, data.row_request, data.row_offset]
-    wrong = comparison.wrong.flatten(2).any(-1)
-    is_nan = comparison.out.isnan().flatten(2).any(-1)
+    seen = heads_with_keys(data)
+    wrong = comparison.wrong.any(-1)
+    is_nan = comparison.out.isnan().any(-1)
     if not wrong.any() or not seen.any() or bool((wrong & (seen | ~is_nan)).any()):
         return ""
     others = " Some of these rows are right, so look at where in the batch a row is." if (~seen & ~wrong).any() else ""
@@ -154,8 +162,18 @@ def later_forwards_of_a_draft(e: Evidence) -> str:
 def other_index_space(e: Evidence) -> str:
     """A row reads none of its selected KV tokens, as if their indices had another meaning."""
     row = _row(e)
-    if row.a.used or row.selects_itself or row.selection.block > 1:
+    if row.a.used or row.selects_itself:
         return ""
+    if row.selection.space == "pages":
+        return "" if row.a.elsewhere else (
+            "no selected KV token is read. Indices of this case are pages of the pool: probably they are taken for "
+            "blocks of the request, and looked up in the page table"
+        )  # fmt: skip
+    if row.selection.block > 1:
+        return "" if not row.a.elsewhere else (
+            "no selected KV token is read, but other slots are. Indices of this case are blocks of the request: "
+            "probably they are treated as pages of the pool, and not looked up in the page table"
+        )  # fmt: skip
     if row.selection.slots:
         return "" if row.a.elsewhere else (
             "no selected KV token is read. Indices of this case are slots of the pool: probably they are taken for "
@@ -174,6 +192,24 @@ def other_index_space(e: Evidence) -> str:
     )
 
 
+@hint(Level.PLACE, when=_other_keys, silences=("keys_that_were_not_selected",), family="sparse")
+def keys_of_another_head(e: Evidence) -> str:
+    """A head attends to exactly the KV tokens that another KV head of its row selected."""
+    row = _row(e)
+    if not row.selection.per_kv_head or row.a.elsewhere or not row.a.used:
+        return ""
+    seen = seen_by_heads(e.schedule, e.expected, row.a.layer, (row.a.request, row.a.row))
+    group, own = len(seen) // e.schedule.case.heads.kv_heads, row.kv_head
+    selected = [row.a.looked_at & frozenset(each.nonzero().flatten().tolist()) for each in seen[::group]]
+    others = [head for head, keys in enumerate(selected) if head != own and keys == row.a.used]
+    if not others:
+        return ""
+    return (
+        f"head {row.a.head} of KV head {own} attends to what KV head {others[0]} selected: query head h uses the "
+        f"selection of KV head h // {group}, which is `selected[row, h // {group}]` of [T, Hk, topk]"
+    )
+
+
 @hint(Level.PLACE, when=_other_keys, family="sparse")
 def lost_selected_keys(e: Evidence) -> str:
     """Selected KV tokens have no weight in a row, and no other tokens have any."""
@@ -187,6 +223,12 @@ def lost_selected_keys(e: Evidence) -> str:
             f"a row loses KV tokens {ranges(sorted(lost))}, which are new in this step: probably they are scored "
             "before they are stored, or a length does not count them"
         )  # fmt: skip
+    if row.selection.block > 1:
+        of = "another row or KV head" if row.selection.per_kv_head else "another row"
+        return (
+            f"a row loses KV tokens {ranges(sorted(lost))} of its selected blocks: probably it reads as many entries "
+            f"as {of} has, or cuts off a block as if it held the row's own key"
+        )
     columns = [column for column, key in enumerate(listed) if key in lost]
     if not columns:
         return ""
@@ -217,7 +259,8 @@ def keys_that_were_not_selected(e: Evidence) -> str:
             if block > 1
             else "indices of another row, layer or step, or of another index space"
         )
-        return f"{which}, and loses {ranges(sorted(lost))}: probably {reason}"
+        of_head = " or they are those of another KV head" if row.selection.per_kv_head else ""
+        return f"{which}, and loses {ranges(sorted(lost))}: probably {reason}{of_head}"
     if extra == frozenset(range(block)):
         name = f"block 0 (KV tokens 0..{block - 1})" if block > 1 else "KV token 0"
         return (

@@ -166,7 +166,7 @@ def _part(data: StepData, visible: torch.Tensor, requests: list[int], keys: slic
         stored_keys=data.stored_keys[:, one, keys],
         stored_values=None if data.stored_values is None else data.stored_values[:, one, keys],
         visible=visible[one, :, keys],
-        allowed=None if data.allowed is None else data.allowed[:, one, :, keys],
+        allowed=None if data.allowed is None else data.allowed[:, one, ..., keys],
         encoder=data.encoder and data.encoder.part(requests),
         key_positions=data.key_positions[one, keys],
         query_positions=data.query_positions[one],
@@ -250,7 +250,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
             logits.add_(among_rows)
         # The sum rounds as its terms are large; -inf is exact.
         noise = noise + among_rows.abs().nan_to_num_(posinf=0.0).amax(-1, keepdim=True)
-    seen = _seen(data, visible, layers)
+    seen = _seen(data, visible, layers, kv_heads)
     logit_error = None
     if asked.query_rounding is not None:
         off = _by_kv_head(data, asked.query_rounding, bs, widest, kv_heads) @ keys.abs().mT
@@ -271,8 +271,8 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         factors = factor_errors(p, terms[0].flatten(3, 4), terms[1].flatten(3, 4), values, packed, asked.factors)
     sizes = values.abs_()
     if asked.flat:
-        # The rows of a group see the same keys: one product for all of them.
-        even = (seen[:, :, :, 0].double() @ sizes).view(num_layers, bs, kv_heads, 1, widest, -1)
+        # Rows of heads that see the same keys have one product.
+        even = seen.double() @ sizes[:, :, :, None]
         everything = packed((even / total).flatten(3, 4))
     return Attention(
         out=out,
@@ -367,8 +367,8 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
     return q.view(num_layers, bs, widest, kv_heads, -1, dim).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
 
 
-def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
-    """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
+def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer], kv_heads: int) -> torch.Tensor:
+    """[L or 1, B, 1 or Hk, 1 or G, Tmax, S] bool: who may see whom, windows included."""
     kinds = {
         (
             *(each.sliding_window_size, each.attention_chunk_size, each.encoder_window),
@@ -377,10 +377,13 @@ def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer
         for each in layers
     }
     seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]
-    every = torch.stack(seen)
-    if data.allowed is not None:
-        every = every & data.allowed
-    return every[:, :, None, None]
+    every = torch.stack(seen)[:, :, None, None]
+    if data.allowed is None:
+        return every
+    if not data.by_head:
+        return every & data.allowed[:, :, None, None]
+    *rows, heads, keys = data.allowed.shape
+    return every & data.allowed.reshape(*rows, kv_heads, heads // kv_heads, keys).permute(0, 1, 3, 4, 2, 5)
 
 
 def _norm(rows: torch.Tensor) -> torch.Tensor:

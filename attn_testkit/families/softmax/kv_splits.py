@@ -30,8 +30,6 @@ def attend_split(
     held = part.holds(torch.arange(longest)[None], prefix)
     if not part.sinks:
         layers = [replace(layer, sinks=None) for layer in layers]
-    if data.allowed is not None:
-        data = replace(data, allowed=data.allowed & held[:, None])
     return attend(data, layers, data.visible & held[:, None], factors=factors, q_scale=q_scale)
 
 

@@ -17,9 +17,10 @@ from ...steps.schedule import Schedule
 from ..family import Answer, Family, Question, Supposition
 from ..softmax import answer as softmax
 from ..softmax.packed_rows import misread_rows
-from .data import attended_by, make_sparse_data
+from .data import attended_by, heads_with_keys, make_sparse_data, visible_of
 from .index_scores import best_keys
 from .memory import SPARSE_POOL
+from .misread_heads import misread_heads
 from .misread_indices import supposed_of_slots
 
 _NOT_HERE = (WINDOW, GREEDY_LOOP)
@@ -30,8 +31,8 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     data = with_selection(schedule, data)
     found = softmax.answer(schedule, data, given)
     assert data.allowed is not None
-    empty = ~data.allowed.any(-1)[:, data.row_request, data.row_offset]
-    return replace(found, limit=found.limit.masked_fill(empty[..., None, None], math.inf)) if empty.any() else found
+    empty = ~heads_with_keys(data)
+    return replace(found, limit=found.limit.masked_fill(empty[..., None], math.inf)) if empty.any() else found
 
 
 def with_selection(schedule: Schedule, data: StepData) -> StepData:
@@ -73,7 +74,7 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
 def _counted_zeros(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     """Answers if entries of -1 load zeros and still count in the denominator: all of them, or a tile's."""
     keys, right = data.selected, softmax.answer(schedule, data, False)
-    if keys is None or right.key_sum is None:
+    if keys is None or right.key_sum is None or data.by_head:
         return
     column = torch.arange(keys.shape[-1])
     last = column.masked_fill(keys < 0, -1).amax(-1, keepdim=True)
@@ -94,11 +95,15 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     data = with_selection(schedule, data)
     allowed = data.allowed
     assert allowed is not None
-    visible = data.visible.expand_as(allowed)
+    visible = visible_of(data)
     topk = schedule.case.selection.keys if schedule.case.selection else 0
     first = torch.arange(visible.shape[-1]) < topk
     causal = data.key_positions[:, None] <= data.query_positions[..., None]
+    causal = causal.unsqueeze(2) if data.by_head else causal
     latest = visible & (visible.flip(-1).cumsum(-1).flip(-1) <= topk)
+    yield from (
+        Supposition(text, softmax.answer(schedule, each, False)) for text, each in misread_heads(schedule, data)
+    )
     for text, wrong in (
         ("the selection is ignored: the result is that of all keys the row may see", visible),
         ("a layer uses the selection of the layer before it", allowed.roll(1, 0)),

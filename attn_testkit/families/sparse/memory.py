@@ -33,7 +33,7 @@ def _not_selected(schedule: Schedule, step: Step, data: StepData) -> npt.NDArray
         found[:, request.slots[: request.prefix]] = True
     for place, request in enumerate(step.requests):
         # Slots may be shared by requests, and a branch may have a copy of a page.
-        read = data.allowed[:, place].any(1)[:, : request.prefix].numpy()
+        read = data.allowed[:, place, ..., : request.prefix].flatten(1, -2).any(1).numpy()
         for layer, keys in enumerate(read):
             found[layer, request.slots[: request.prefix][keys]] = False
         found[:, request.copies.reshape(-1)] = False

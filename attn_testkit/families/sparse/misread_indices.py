@@ -63,7 +63,7 @@ def supposed_of_slots(schedule: Schedule, data: StepData, step: Step) -> Iterato
     attends to no key is NaN.
     """
     case, selection = schedule.case, schedule.case.selection
-    if selection is None or selection.block > 1 or data.index is not None or data.selected is None:
+    if selection is None or selection.block > 1 or data.by_head or data.index is not None or data.selected is None:
         return
     if case.head_maps or case.kv_splits or case.layers.groups or not step.requests:
         return

@@ -89,7 +89,7 @@ def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterato
     if sparse is None or sparse.indexer is None or small.mode not in modes or usual_layout(declared) == OWN:
         return
     indexer, topk = sparse.indexer, min(sparse.topk, key=lambda each: (each == 1, each))
-    selection = Selection(topk, sparse.index_space == "slots")
+    selection = Selection.of(sparse, topk)
     wide = small.heads.layout.wide_rows
     dims = [dim for dim in sorted(declared.heads.head_dims) if dim * small.heads.kv_heads >= INDEX_WIDTH]
     one = small.with_changes(

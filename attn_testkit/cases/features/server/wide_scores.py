@@ -43,7 +43,7 @@ def wide_scores_cases(declared: Capabilities, small: C, tier: str) -> Iterator[C
     rows = Verify(chain(each)) if small.tree else Extend((each,) * count, room_for((each,) * count))
     one = small.with_changes(
         layers=Layers(1), layout="shuffled", data="gauss", variants=frozenset({WIDE_SCORES.word}),
-        selection=Selection(topk, sparse.index_space == "slots"),
+        selection=Selection.of(sparse, topk),
         indexer=Indexing(heads, indexer.scale == "power_of_two", indexer.fused),
     )  # fmt: skip
     yield one.of_requests((*(9,) * (count - 1), 2 * topk + 9), rows=rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_testkit.contract import BackendContext, Indexer, KernelPlan, Sparse
@@ -19,9 +21,11 @@ from .sparse import (
     GroupedSparse,
     PackedRowsParent,
     SparseBlocks,
+    SparseOfHeads,
     SparseOfVLLM,
     SparseOfWidePages,
     SparseOnRanks,
+    SparsePagesOfHeads,
     SparseParent,
     SparseWithSums,
     UnionOfRows,
@@ -255,3 +259,47 @@ class SelectedKeysOfRank(SparseOnRanks):
 @control()
 class IndexerOfRank(IndexerOnRanks):
     """Index keys are on every rank of decode context parallelism, keys and values on one, as in SGLang."""
+
+
+@control()
+class BlocksOfEachKvHead(SparseOfHeads):
+    """Each KV head attends to blocks of its own (NSA, MoBA, MiniMax-M3): the parent of faults about them."""
+
+
+@control()
+class PagesOfEachKvHead(SparsePagesOfHeads):
+    """Each KV head has a list of pages, which replaces the page table (FlashInfer's block-sparse decode)."""
+
+
+@control()
+class PagesOfARow(SparsePagesOfHeads):
+    """All heads of a row have one list of pages, which replaces the page table (sglang-jax's decode of MiniMax-M3)."""
+
+    capabilities = SparsePagesOfHeads.capabilities.with_changes(sparse={"per_kv_head": False})
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        sets = plan.selected[:, None].expand(-1, plan.layer.tp_k_head_num, -1)
+        return super().run(q, kv, replace(plan, selected=sets))
+
+
+@control()
+class BlocksByScore(SparseBlocks):
+    """Blocks are selected by their scores, so a row may leave out its own (quest)."""
+
+    capabilities = SparseBlocks.capabilities.with_changes(sparse={"without_own_block": True})
+
+
+@control()
+class UnionOfKvHeads(SparseOfHeads):
+    """A row loads the blocks of all its KV heads at once, and those of other heads have a weight of 0."""
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        out = super().run(q, kv, plan)
+        assert plan.selected is not None
+        for sets in plan.selected.unbind(1):
+            selected = self.prepared(sets, plan)
+            values = kv[1].flatten(0, 1)[self.slots(selected, plan)]
+            values = values.masked_fill(~self.is_key(selected, plan)[..., None, None], 0.0)
+            out = out + 0.0 * values.sum((1, 2))[:, None]
+        return out

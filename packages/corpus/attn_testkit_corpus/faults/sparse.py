@@ -296,3 +296,62 @@ class SparseBlocks(SparseParent):
         there = self.clipped(self.is_block(selected)[..., None].expand_as(keys), keys, seen)
         keys = keys.clamp(min=0, max=plan.slot_table.shape[1] - 1)
         return torch.where(there, keys, -1).flatten(1)
+
+
+class SparseOfHeads(SparseBlocks):
+    """The parent for blocks that each KV head selects for itself: ``set_of`` gives the selection of a query head."""
+
+    capabilities = SparseBlocks.capabilities.with_changes(
+        heads={"families": {"gqa"}, "gqa_ratios": {4}},
+        sparse=Sparse(topk={4, 8}, block=SparseBlocks.block, holes=True, per_kv_head=True),
+    )
+
+    def set_of(self, head: int, sets: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, topk]: the blocks of a query head. ``sets`` [T, Hk, topk]: the selection of each KV head."""
+        return sets[:, head // plan.layer.q_per_kv]
+
+    def read_by(self, head: int, sets: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, n]: indices that are loaded for a query head."""
+        return self.prepared(self.set_of(head, sets, plan), plan)
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        outs = []
+        for head, rows in enumerate(q.float().unbind(1)):
+            selected = self.read_by(head, plan.selected, plan)
+            slot, there = self.slots(selected, plan), self.is_key(selected, plan)
+            pools = (each.flatten(0, 1)[:, head // plan.layer.q_per_kv] for each in kv)
+            k, v = (each[slot].float().masked_fill(~there[..., None], 0.0) for each in pools)
+            logits = (rows[:, None] @ k.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
+            outs.append((torch.softmax(logits, -1).nan_to_num(nan=0.0) @ v)[:, 0])
+        return torch.stack(outs, 1).to(q.dtype)
+
+
+class SparsePagesOfHeads(SparseOfHeads):
+    """The parent for pages that each KV head selects: a list of pages takes the place of a page table."""
+
+    capabilities = SparseOfHeads.capabilities.with_changes(
+        bounds={"max_draft_branches": 1},
+        sparse=Sparse(topk={4, 8}, block=16, index_space="pages", per_kv_head=True, without_own_block=True),
+    )
+
+    def keys_in(self, pages: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, topk]: keys of each of ``pages`` [T, topk] to which its row attends, from its first slot on."""
+        last = (self.keys_seen(pages, plan) - 1).clamp(min=0).long()
+        own = plan.page_table[self.request_of_row(pages, plan)].gather(1, self.page_of(last, plan)[:, None])
+        return torch.where(pages == own, (last % self.block + 1)[:, None], self.block)
+
+    def page_of(self, keys: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: column of the page table for ``keys`` [T] int64."""
+        return (keys // self.block).clamp(max=plan.page_table.shape[1] - 1)
+
+    @override
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        inside = torch.arange(self.block, device=selected.device)
+        there = self.is_block(selected)[..., None] & (inside < self.keys_in(selected, plan)[..., None])
+        return torch.where(there, selected[..., None].long() * self.block + inside, -1).flatten(1)
+
+    @override
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.clamp(min=0).long()
