@@ -53,4 +53,10 @@ def plain_layout(declared: Capabilities) -> str:
 
 def alike(one: Heads, other: Heads) -> bool:
     """True if one may replace the other in a case: rows of both are of the same kind, so widths mean the same."""
-    return one.layout.values_in_keys == other.layout.values_in_keys
+    return _width_of_keys(one) == _width_of_keys(other)
+
+
+def _width_of_keys(heads: Heads) -> tuple[bool, bool]:
+    """Whether a key contains its value, and whether there is a key: a convolution without a recurrence has none."""
+    kind = heads.layout.state_kind
+    return heads.layout.values_in_keys, kind is None or kind.recurs

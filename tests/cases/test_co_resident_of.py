@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.co_residents import co_resident_of
 from attn_testkit.contract import Capabilities
@@ -36,3 +37,10 @@ def test_what_is_not_declared_it_has_not(changes: dict[str, object], page: int, 
     declared: Capabilities = ALL.with_changes(**changes)
     found = co_resident_of(declared, CASE)
     assert (found.page_size, found.heads.q_heads) == (page, q_heads)
+
+
+def test_next_to_layers_without_a_recurrence_are_such_layers() -> None:
+    """Their cases have keys of width 0, which other kinds of states do not have."""
+    case = parse_case("target-verify-conv2-d32-fp16-p16-k33.5.12-chain4-shuffled-mild_decay-k0w4s32-b4prod-multi_mode")
+    other = co_resident_of(TorchNativeStateBackend.capabilities, case)
+    assert other.heads.family == "conv"

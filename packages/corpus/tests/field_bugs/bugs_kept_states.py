@@ -79,7 +79,7 @@ class StateInModelDtype(Moded):
 @bug(
     19,
     "TileOPs #1465",
-    "extend-mamba4x2-d64-bf16-p16-k30.0.5.0-n3a2x2.3.4-shuffled-strong_decay-k64w4s32-b4prod",
+    "extend-mamba2x2-d128-fp16-p16-k30.0.5.0-n3a2x2.3.4-shuffled-strong_decay-k64w4s32.null.snap16-b4nan",
     "finite",
 )
 class ExponentialIsCutOff(Moded):

@@ -177,7 +177,7 @@ class FirstColumnAsContiguous(KdaSlots):
 @bug(
     18,
     "vllm #56531",
-    "target-verify-mamba4x2-d64-bf16-p16-k66.33.1-chain4-loop4-shuffled-mild_decay-k64w4s32.slots_in_decode-b4prod",
+    "target-verify-mamba4x2-d64-fp16-p16-k66.33.1-chain4-loop4-shuffled-mild_decay-k64w4s32.slots_in_decode-b4prod",
     "lossless",
 )
 class NoDraftNothingAccepted(Moded):
@@ -198,7 +198,7 @@ class NoDraftNothingAccepted(Moded):
 @bug(
     18,
     "vllm #50272",
-    "target-verify-gdn4x2-d64-fp32-p16-k5.1.30-chain3-shuffled-unit_keys-k64w4s32-b4prod",
+    "target-verify-gdn4x2-d64-fp32-p16-k5.1.30-chain2-shuffled-unit_keys-k64w4s32-b4prod",
     "conv-window-exact",
 )
 class WindowOfRejected(TorchNativeStateBackend):
@@ -216,7 +216,7 @@ class WindowOfRejected(TorchNativeStateBackend):
 @bug(
     18,
     "vllm #42792",
-    "decode-mamba1x2-d128-bf16-p16-k1.70.9-shuffled-no_decay-k128w4s16.source-b5stale",
+    "decode-mamba1x2-d128-fp32-p16-k3.1.12.7.2.20.5-shuffled-like_keys-k128w2s32.zeroed.source.strided.snap16-b7stale",
     "reads-own-state",
 )
 class WindowOfOwnSlot(TorchNativeStateBackend):

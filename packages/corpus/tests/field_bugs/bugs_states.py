@@ -227,7 +227,7 @@ class OneRowIsNaN(Kda):
 @bug(
     18,
     "Arcaine #11",
-    "extend-gdn4x2-d128-fp16-p16-k0.3.0-n16a15.16.17-shuffled-mild_decay-k64w4s32-b3prod-wider_buffers",
+    "extend-rwkv2-d128-bf16-p16-k0.3.0-n16a15.16.17-shuffled-mild_decay-k128w1s32.zeroed.kv.strided-b3prod",
 )
 class GatesAsBlocks(Moded):
     """A prefill of more than 8 rows reads ``a`` and ``b`` as if their rows were contiguous."""
@@ -266,7 +266,7 @@ class FirstPartUnwritten(Moded):
 @bug(
     18,
     "flash-linear-attention #1194",
-    "extend-gdn1x2-d128-bf16-p16-k30.0.5.0-n3a2x2.3.4-shuffled-like_keys-k128w4s32.zeroed.kv.strided-b4prod",
+    "extend-mamba1x2-d128-bf16-p16-k30.0.5.0-n3a2x2.3.4-shuffled-weak_decay-k128w4s32.zeroed.kv.strided-b4prod",
 )
 class PackedAsDecode(Moded):
     """Each row of a packed prefill is convolved with the window before the step."""
@@ -290,7 +290,7 @@ class PackedAsDecode(Moded):
 @bug(
     18,
     "sglang #38975",
-    "decode-kda2x2-d64-bf16-p16-k3.1.12.7.2.20.5.4x18.2x18.13x17.8x18.3x17.21x18.6x8.606.6x8-shuffled-weak_decay-k64w1s16.slot0.zeroed.source.snap16-layers1from0-b132prod-empty_batches-overlap_scheduling",
+    "decode-gdn4x2-d64-bf16-p16-k3.1.12.7.2.20.5.4x18.2x18.13x17.8x18.3x17.21x18.6x8.606.6x8-shuffled-mild_decay-k64w1sb16.null.source.kv.strided.snap16-layers1from0-b131nan-empty_batches-overlap_scheduling",
 )
 class BetaInModelDtype(Moded):
     """A decode rounds the sigmoid of ``b`` to the model's dtype."""
