@@ -11,5 +11,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Tests start hundreds of processes. Each compiles the kit again where nobody may keep bytecode, and pytest rewrites every test
 # file for each worker. It is kept beside the files: with PYTHONPYCACHEPREFIX torch would be compiled again, whose bytecode pip made.
 unset PYTHONDONTWRITEBYTECODE
-# Slow tests start first (conftest.py), and a worker that is through takes over what another has not begun.
+# Slow tests start first (tests/session_of_tests.py), and a worker that is through takes over what another has not begun.
 exec "$python" -m pytest -n "${ATTN_WORKERS:-$((cores < 4 ? cores : 4))}" --dist worksteal "$@"

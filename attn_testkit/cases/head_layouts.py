@@ -57,6 +57,6 @@ def alike(one: Heads, other: Heads) -> bool:
 
 
 def _width_of_keys(heads: Heads) -> tuple[bool, bool]:
-    """Whether a key contains its value, and whether there is a key: a convolution without a recurrence has none."""
+    """(a key contains its value, there is a key): a convolution without a recurrence has none."""
     kind = heads.layout.state_kind
     return heads.layout.values_in_keys, kind is None or kind.recurs

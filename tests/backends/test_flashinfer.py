@@ -43,18 +43,21 @@ MLA_HEALTHY = (MLA_CLUSTERS, MLA_ONE_ROW, MLA_DECODE, MLA_CHAIN, MLA_V1, MLA_V2,
 MLA_FP8 = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvfp8e4m3-b3prod"
 
 
-@pytest.mark.parametrize("execution", ["eager", "graph"])
 @pytest.mark.parametrize(
-    ("backend", "cases"),
+    ("backend", "execution", "cases"),
     [
-        ("flashinfer", HEALTHY),
-        ("flashinfer_mla", MLA_HEALTHY),
-        ("flashinfer_mla_fa3", (MLA_CLUSTERS, MLA_CHAIN)),
-        ("flashinfer_mla_fp8", (MLA_FP8,)),
+        ("flashinfer", "eager", HEALTHY),
+        ("flashinfer", "graph", (TENSOR_CORES, FP8, TREE, V1_WINDOW, V2, DRAFT, DRAFT_LOOP)),
+        ("flashinfer_mla", "eager", MLA_HEALTHY),
+        ("flashinfer_mla", "graph", (MLA_CLUSTERS, MLA_ONE_ROW, MLA_CHAIN, MLA_V1, MLA_DRAFT)),
+        ("flashinfer_mla_fa3", "eager", (MLA_CLUSTERS,)),
+        ("flashinfer_mla_fa3", "graph", (MLA_CLUSTERS, MLA_CHAIN)),
+        ("flashinfer_mla_fp8", "eager", (MLA_FP8,)),
+        ("flashinfer_mla_fp8", "graph", (MLA_FP8,)),
     ],
 )
 def test_every_kind_of_case_passes_and_says_that_its_kernels_are_emulated(
-    backend: str, cases: tuple[str, ...], execution: str
+    backend: str, execution: str, cases: tuple[str, ...]
 ) -> None:
     assert_passes_on_fakes(backend, execution, cases)
 

@@ -31,7 +31,6 @@ STALE = "decode-gqa8x2-d64-bf16-p4-k1.2.5.9.14.2.30-reversed-one_hot-w4-b10stale
 PROMPTS = "extend-gqa8x2-d64-bf16-p64-k1.2.5.9.14.2.30-n1a1x7-contiguous-one_hot-w4000-sink-b8stale"
 SHARED = "draft-extend-v2-mha2-d64-bf16-p64-k63.64.65-n2a1x3-shared-gauss-w4-sink-b4prod"
 SWITCH = "decode-gqa2x2-d64-bf16-p1-k9.70.1.33.9.70.1.33.9.70.1.33-reversed-gauss-b12prod"
-LARGE_MAX_CONTEXT_LEN = "decode-mqa2-d64-bf16-p16-k70-contiguous-gauss-b1prod-far"
 LATER_RANK = "draft-extend-gqa2x2-d64-bf16-p16-k21.40.4-n2a2x3-reversed-gauss-w7-cap1.5-layers3from5-b4prod"
 V2 = "draft-extend-v2-gqa2x2-d64-fp16-p64-k7x2-n6a1.3-reversed-gauss-b2prod"
 ONE_KEY_EACH = "decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod"
@@ -337,7 +336,6 @@ MISLED = [
     ("qq-bias-as-wide-as-its-stride", BIASED_PROMPTS, "eager", "without a gap"),
     ("qq-bias-scaled", BIAS, "eager", "before the soft cap"),
     ("kernel-switch-off-by-one", SWITCH, "eager", "missing"),
-    ("more-splits-than-are-merged", LARGE_MAX_CONTEXT_LEN, "eager", "missing"),
     ("causal-from-padded-width", PACKED, "eager", "off by 1"),
     ("second-request-kv-uses-q-offset", PACKED, "eager", "cu_seqlens_q)"),
     ("v1-length-at-full-width", PACKED, "eager", "the case passes if every request has"),

@@ -34,7 +34,9 @@ def test_core_has_prompts_with_copies_and_drafts_on_one_instance() -> None:
     assert not any(found.values())
     committed = [case for case in cases if not case.by_slots]
     assert len({case.heads.family for case in committed}) == len(committed) == 2
-    assert [case.state.rollback for case in cases if case.by_slots and case.state] == ["slots", "slots_in_decode"]
+    assert [case.state.rollback for case in cases if case.by_slots and case.state] == [
+        "slots", "slots_in_decode", "slots_moved",
+    ]  # fmt: skip
     for case in committed:
         others = {each.mode: each for each in declared_co_residents(DECLARED, case, MODES)}
         assert set(others) == {ForwardMode.DECODE, ForwardMode.EXTEND}

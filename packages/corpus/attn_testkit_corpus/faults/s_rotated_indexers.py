@@ -76,7 +76,9 @@ class RotatesByTheRow(RotatingIndexerParent):
 
     @override
     def turns(self, batch: ForwardBatch) -> torch.Tensor:
-        return torch.arange(len(batch.positions), device=batch.positions.device) % len(self.context.index_rope)  # type: ignore[arg-type]
+        table = self.context.index_rope
+        assert table is not None
+        return torch.arange(len(batch.positions), device=batch.positions.device) % len(table)
 
 
 @fault("vLLM #40823, #43907 (the scale is folded into the weights)", "selects-best")

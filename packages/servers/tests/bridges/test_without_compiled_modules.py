@@ -84,7 +84,7 @@ def test_why_a_module_does_not_load_is_asked_without_importing_it(
 def test_which_names_of_vllm_store_or_attend_by_compiled_modules() -> None:
     assert {name for name, declared in CAPABILITIES.items() if not declared.compiled_store} == {
         "triton", "triton_2d", "triton_invariant", "triton_fp8", "triton_per_token_head", "gdn", "gdn_hybrid", "mamba2",
-        "mamba2_hybrid", "bailing", "linear",
+        "mamba2_hybrid", "bailing", "linear", "triton_pd",
     }  # fmt: skip
     modules = {name: c.compiled_module for name, c in CAPABILITIES.items() if c.compiled_module}
     assert modules == {
