@@ -127,7 +127,7 @@ class ExponentialIsCutOff(Moded):
 @bug(
     19,
     "sglang #40362",
-    "extend-gdn1x2-d128-fp16-p16-k64-n5a5-shuffled-no_decay-k128w1s32.slot0.zeroed.kv.strided-b1nan",
+    "extend-gdn1x2-d64-fp16-p16-k7.0x2-n43a63.64.2-shuffled-strong_decay-k128w1sb16.zeroed.kv.strided.snap64-b3prod",
 )
 class BetaOfPrefillInModelDtype(Moded):
     """sglang #40362: the gating of a prefill stores ``sigmoid(b)`` in the dtype of ``b``."""
