@@ -7,6 +7,7 @@ import pytest
 
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import parse_case
+from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Bounds, Capabilities, ForwardMode, HeadShapes, State
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data
@@ -90,3 +91,11 @@ def test_a_draft_model_has_cases_and_every_case_has_a_window_and_no_state() -> N
 
 def test_a_class_with_other_kinds_has_no_cases_of_a_draft_model() -> None:
     assert generate(TorchNativeStateBackend.capabilities, V2, "core") == ()
+
+
+def test_the_plainest_case_of_a_draft_is_one_without_keys() -> None:
+    """``minimize`` and ``fuzz`` begin with it."""
+    verifies = DECLARED.with_changes(eager={"target-verify"}, graph=set())
+    case = minimal_case(verifies, ForwardMode.TARGET_VERIFY)
+    assert case.state is not None
+    assert (case.heads.family, case.state.k_dim) == ("conv", 0)

@@ -9,6 +9,8 @@ import torch
 
 from attn_testkit.backends.torch_native_state_levels import TorchNativeStateLevelsBackend
 from attn_testkit.cases.case import parse_case
+from attn_testkit.catalogue.minimal import drawn_case
+from attn_testkit.contract import ForwardMode
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data
 from attn_testkit.families.recurrent.level_mistakes import LEVEL_SLIPS, mistaken_levels
 from attn_testkit.families.recurrent.levels import Token, filled_levels, step_of_levels
@@ -170,3 +172,25 @@ def test_one_rounding_of_a_decay_moves_all_levels_and_what_merges_or_is_read_of_
 def test_what_moves_or_shares_parts_of_a_slot_is_refused(word: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse_case(word)
+
+
+class LastOfEach:
+    """Draws the last value of each feature."""
+
+    def one_of(self, values, /):
+        return values[-1]
+
+    def number(self, low, high, /):
+        return low
+
+    def numbers(self, count, *ranges):
+        return (ranges[0][0],) * count[0]
+
+
+def test_a_decode_that_is_drawn_continues_no_other_slot_whatever_another_kind_may() -> None:
+    declared = TorchNativeStateLevelsBackend.capabilities.with_changes(
+        heads={"families": {"mamba", "loglinear"}}, state={"continues": {"source"}}
+    )
+    case = drawn_case(LastOfEach(), declared, ForwardMode.DECODE)
+    assert case.state is not None
+    assert (case.heads.family, case.state.continues) == ("loglinear", "")

@@ -308,10 +308,10 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     if isinstance(rows, Decode) or (isinstance(rows, Extend) and rows.chunks == 1):
         mode = ForwardMode.DECODE if isinstance(rows, Decode) else ForwardMode.EXTEND
         continues = draws.one_of(["", *_continued_in(declared, mode)])
-    if not STATE_KINDS[so_far["heads"].family].recurs:
-        drawn |= sizes_of_kind(state, so_far["heads"].family, 0, drawn["conv_width"])
         if mode is ForwardMode.DECODE and so_far["heads"].layout.is_leveled:
             continues = ""
+    if not STATE_KINDS[so_far["heads"].family].recurs:
+        drawn |= sizes_of_kind(state, so_far["heads"].family, 0, drawn["conv_width"])
     windows = conv_windows_of(state, drawn["conv_width"], verifies=isinstance(rows, Verify))
     drawn["conv_windows"] = draws.one_of(windows) if len(windows) > 1 else windows[0]
     shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues)
