@@ -318,15 +318,23 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the keys of the selected blocks that a row may see."""
         assert plan.selected is not None
-        selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
-        request, seen = self.request_of_row(selected, plan), self.keys_seen(selected, plan)
-        inside = torch.arange(self.block, device=selected.device)
-        keys = (selected[..., None] * self.block + inside).flatten(1)
-        is_key = (selected >= 0).repeat_interleave(self.block, 1) & (keys < seen[:, None])
+        missing = len(q) - len(plan.selected)
+        sets = torch.nn.functional.pad(plan.selected, (0, 0) * (plan.selected.dim() - 1) + (0, missing), value=-1)
+        # [T, n], or [T, n, Hk] of KV heads that select for themselves: they are the last axis, as in the pool.
+        slots, is_key = (each.flatten(-2).movedim(-1, 1) for each in self.keys_of_blocks(sets, plan))
+        return self.attend_all(q, kv, plan, slots, is_key)
+
+    def keys_of_blocks(self, sets: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot of each key of the blocks ``sets`` [T, topk] or [T, Hk, topk], and if its row attends to it: both have
+        the shape of ``sets``, and a last axis for the keys of a block."""
+        request, seen = (
+            each.view(-1, *[1] * sets.dim()) for each in (self.request_of_row(sets, plan), self.keys_seen(sets, plan))
+        )
+        keys = sets[..., None] * self.block + torch.arange(self.block, device=sets.device)
+        is_key = (sets[..., None] >= 0) & (keys < seen)
         # A padded row may hold any block, also one past the table.
         places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
-        slots = plan.slot_table[request[:, None], places].long()
-        return self.attend_all(q, kv, plan, slots, is_key)
+        return plan.slot_table[request, places].long(), is_key
 
 
 class TorchNativeSparseHeadsBackend(TorchNativeSparseBlocksBackend):
@@ -335,30 +343,6 @@ class TorchNativeSparseHeadsBackend(TorchNativeSparseBlocksBackend):
     capabilities = TorchNativeSparseBlocksBackend.capabilities.with_changes(
         sparse={"per_kv_head": True, "without_own_block": True}
     )
-
-    def run_return_lse(
-        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with each KV head to the keys of its blocks that a row may see."""
-        assert plan.selected is not None
-        missing = len(q) - len(plan.selected)
-        sets = torch.nn.functional.pad(plan.selected, (0, 0, 0, 0, 0, missing), value=-1)
-        slots, is_key = self.keys_of_blocks(sets, plan)
-        # [T, n, Hk]: the heads of a key are the last axis, as in the pool.
-        slots, is_key = (each.flatten(2).transpose(1, 2) for each in (slots, is_key))
-        return self.attend_all(q, kv, plan, slots, is_key)
-
-    def keys_of_blocks(self, sets: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot of each key of the blocks ``sets`` [T, Hk, topk], and if its row attends to it: [T, Hk, topk,
-        block]."""
-        request, seen = (
-            each[:, None, None, None] for each in (self.request_of_row(sets, plan), self.keys_seen(sets, plan))
-        )
-        keys = sets[..., None] * self.block + torch.arange(self.block, device=sets.device)
-        is_key = (sets[..., None] >= 0) & (keys < seen)
-        # A padded row may hold any block, also one past the table.
-        places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
-        return plan.slot_table[request, places].long(), is_key
 
     def read(
         self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer

@@ -126,7 +126,7 @@ def lay_out(spec: KVPoolSpec, layout: str, make: Callable[..., torch.Tensor] | N
         alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
         own, order = replace(spec, layers=tuple(alike)), _ORDERS[layout]
         if spec.row_format and spec.row_format.page_multiple:
-            laid = _scales_after_numbers(own, order, spec.row_format.page_multiple, make)
+            laid = _scales_after_numbers(own, order, spec.row_format, make)
             found.update(zip((layer.layer_id for layer in alike), laid, strict=True))
             continue
         laid = _lay_out(own, order, spec.row_width(alike[0]), make)
@@ -182,13 +182,13 @@ def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int, make: Callable[
 
 
 def _scales_after_numbers(
-    spec: KVPoolSpec, order: Sequence[str], multiple: int, make: Callable[..., torch.Tensor]
+    spec: KVPoolSpec, order: Sequence[str], form: RowFormat, make: Callable[..., torch.Tensor]
 ) -> list[KVLayer]:
     """Allocate layers whose pages hold a row of numbers for each slot, then a row of scales for each slot, then unused
-    memory up to a ``multiple`` of bytes. A slot has one row for all heads."""
+    memory up to ``RowFormat.page_bytes``. A slot has one row for all heads."""
     inside, apart = spec.row_width(spec.layers[0]), spec.width_apart(spec.layers[0])
-    page = -(-spec.page_size * (inside + apart) // multiple) * multiple
-    step = page + multiple * ("gap" in order)
+    page = form.page_bytes(spec.page_size * (inside + apart))
+    step = page + form.page_multiple * ("gap" in order)
     by_layer = order.index("layer") < order.index("page")
     of_layer, of_page = (spec.pages * step, step) if by_layer else (step, len(spec.layers) * step)
     memory = make(len(spec.layers) * spec.pages * step, dtype=spec.dtype, device=spec.device)

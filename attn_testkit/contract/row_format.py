@@ -237,6 +237,10 @@ class RowFormat:
         latent = layer.kv_lora_rank or layer.head_dim
         return PackedRows(self, latent - (self.rope_in_value or 0), layer.head_dim)
 
+    def page_bytes(self, rows: int) -> int:
+        """Bytes of a page that has ``rows`` bytes of numbers and scales, where its scales are after its numbers."""
+        return -(-rows // self.page_multiple) * self.page_multiple
+
     @property
     def own_memory(self) -> bool:
         """True if scales have memory of their own: they are neither in the row nor in its page."""

@@ -31,8 +31,8 @@ sys.exit(exit_code(1, found))
 """
 
 
-def _script(spec: str, options: str = "", cases: tuple[str, ...] = (THREE,)) -> tuple[str, ...]:
-    return ("-c", SCRIPT.format(spec=spec, options=options, cases=cases))
+def _script(spec: str, options: str = "") -> tuple[str, ...]:
+    return ("-c", SCRIPT.format(spec=spec, options=options, cases=(THREE,)))
 
 
 FRONT_ENDS = {

@@ -34,8 +34,8 @@ def other_bytes_of_pages(e: Evidence) -> str:
     packed, size = e.expected.data.row_format, e.schedule.case.page_size
     if packed is None or not packed.format.page_multiple:
         return ""
-    inside, multiple = packed.nbytes - packed.nbytes_apart, packed.format.page_multiple
-    last = -(-size * packed.nbytes // multiple) * multiple - size * packed.nbytes
+    inside = packed.nbytes - packed.nbytes_apart
+    last = packed.format.page_bytes(size * packed.nbytes) - size * packed.nbytes
     return (
         f"a page of this pool has {size} rows of {inside} bytes with numbers, then {size} rows of "
         f"{packed.nbytes_apart} bytes with scales, then {last} unused bytes: probably numbers, an unused byte or "
