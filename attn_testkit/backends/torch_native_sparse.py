@@ -354,7 +354,7 @@ class TorchNativeSparseHeadsBackend(TorchNativeSparseBlocksBackend):
 
 
 class TorchNativeSparsePagesBackend(TorchNativeSparseHeadsBackend):
-    """Each KV head selects pages of the pool, as if it had a page table of its own (FlashInfer's decode of trtllm-gen
+    """Each KV head selects pages of the pool, so its list replaces the page table (FlashInfer's decode of trtllm-gen
     with ``enable_block_sparse_attention``)."""
 
     capabilities = TorchNativeSparseHeadsBackend.capabilities.with_changes(

@@ -28,7 +28,7 @@ class Selection:
     per_kv_head: bool = False
     """True if each KV head selects for itself."""
     without_own_block: bool = False
-    """True if some rows leave out the block of their own key."""
+    """True if some rows do not list the block that contains them."""
 
     @classmethod
     def of(cls, sparse: Sparse, topk: int, **flags: bool) -> Selection:

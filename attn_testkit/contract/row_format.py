@@ -525,7 +525,7 @@ class PackedRows:
                 part = self.quotients(plane, keys).flatten(-2)
             found.append(_bytes_of(part, plane))
             if plane.unused:
-                # As poison: a reader takes it for NaN.
+                # Poison: a kernel that reads it as a scale gets NaN.
                 found.append(torch.full_like(found[-1][..., : plane.unused], ALL_NAN))
         return torch.cat(found, -1)
 

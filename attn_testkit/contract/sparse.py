@@ -102,10 +102,10 @@ class Sparse(Declared):
     block: int = 1
     """How many keys does an index select? Default, 1: the key itself. B: keys ``B * i .. B * i + B - 1`` of the request
     (NSA, MoBA, quest), of which a row attends to those that it may see. ``topk`` then counts blocks, and a row lists
-    the block of its own key, of which the keys after the row may be cut off."""
+    the block that contains it; a causal row does not attend to the keys of that block that come after it."""
     without_own_block: bool = False
-    """True if a row may leave out the block of its own key, as selections by score do (quest). False: each row lists
-    it."""
+    """True if a row need not list the block that contains it, as in selections by score (quest). False: each row
+    lists it."""
     per_kv_head: bool = False
     """True if each KV head selects for itself (NSA, MoBA, MiniMax-M3). Then ``selected`` is [T, Hk, topk], and query
     head h attends to the keys of KV head ``h // q_per_kv``. False: all heads of a row have one selection."""

@@ -86,7 +86,7 @@ class AttendedKeys:
     selected: bool = False
     """True if the row should attend to KV tokens that were selected for it, and to no others."""
     by_head: bool = False
-    """True if each KV head should attend to KV tokens of its own."""
+    """True if the KV heads of a row should attend to different KV tokens."""
 
     @property
     def right(self) -> bool:

@@ -27,7 +27,7 @@ def _words(case: Fields) -> str:
     if each is None:
         return "layers that attend to all keys"
     more = [" -1 before a key"] * each.holes + [" a row of each layer without a key"] * each.empty_rows
-    more += [" rows without the block of their own key"] * each.without_own_block
+    more += [" rows without the block that contains them"] * each.without_own_block
     what = f"block{'s'[: each.topk - 1]} of {each.block} keys" if each.block > 1 else f"key{'s'[: each.topk - 1]}"
     per = "KV head of a row" if each.per_kv_head else "row"
     where = "" if each.block > 1 and each.space == "positions" else f", as {each.space}"
@@ -230,7 +230,7 @@ SELECTION = Feature(
         ),
         Entry(
             "sel4of16withoutown",
-            "Each row selects up to 4 blocks of 16 keys, and some rows leave out the block of their own key.",
+            "Each row selects up to 4 blocks of 16 keys, and some rows do not list the block that contains them.",
             page="how-to/selected-keys.md",
             numbers=True,
         ),

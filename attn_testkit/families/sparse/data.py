@@ -87,8 +87,8 @@ def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Int
 def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
     """[L, T, topk] or [L, T, Hk, topk] int64: keys that each live row selects, as positions in its request along S, or
     blocks; -1: none. A part of a step, and a causal chunk of it, have the selections of the whole step. If layers are
-    not causal, rows of the whole step select keys of later chunks, which a chunk cannot attend to, so it has selections
-    of its own.
+    not causal, rows of the whole step select keys of later chunks, which a chunk cannot attend to. Its selections are
+    then drawn for the chunk by itself.
     """
     selection, layers = schedule.case.selection, schedule.case.layers.count
     assert selection is not None

@@ -1,4 +1,4 @@
-"""Selections of KV heads that are looked up in the wrong way: the keys to which each head attends then.
+"""Selections of KV heads that a backend looks up in the wrong way, and the keys that each head then attends to.
 
 The sets of a step are `selected` [T, Hk, topk], in memory set after set. A kernel that indexes them by something else
 reads the set of another head, and with it maybe the set of another row.
@@ -17,7 +17,7 @@ from .data import attended_by
 
 _OF_HEAD_0 = "all KV heads use the selection of KV head 0: `selected` is [T, Hk, topk]"
 _OF_NEIGHBOR = "a KV head uses the selection of the KV head {} it"
-_UNION = "all KV heads attend to what any of them selected: each KV head attends only to its own selection"
+_UNION = "all KV heads attend to the union of their selections: each should attend only to the keys that it selected"
 _BY_QUERY_HEAD = (
     "query head h uses set h of its row, as if `selected` had one per query head: it has one per KV head, h // {group}"
 )

@@ -263,7 +263,7 @@ class IndexerOfRank(IndexerOnRanks):
 
 @control()
 class BlocksOfEachKvHead(SparseOfHeads):
-    """Each KV head attends to blocks of its own (NSA, MoBA, MiniMax-M3): the parent of faults about them."""
+    """KV heads of a row attend to different blocks (NSA, MoBA, MiniMax-M3): the parent of faults about them."""
 
 
 @control()
