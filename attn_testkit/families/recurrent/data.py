@@ -41,7 +41,7 @@ from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, number
 from ...steps.schedule import Request, Schedule, Step
 from ...watches.signaling_nan import fill_with_signaling_nan
 from .chunks import ChunkMistake
-from .levels import LevelSlip, filled_levels
+from .levels import LevelSlip
 from .rwkv import SLOWEST, RemovalSlip
 
 _Ints = npt.NDArray[np.int64]
@@ -542,9 +542,9 @@ def _of_request(case: Fields, data: str, new: int, prefix: int, seed: tuple[int,
     if _is_fresh(case, prefix):
         state, window = torch.zeros_like(state), torch.zeros_like(window)
     if levels := state_layers(case)[0].levels:
-        # A level without its bit in the number of tokens is empty.
+        # A level without its bit in the number of tokens is empty. Workers draw this, without functions of the oracle.
         every = state.view(len(state), levels, -1, *state.shape[2:])
-        state = (every * filled_levels(prefix, levels)[:, None, None, None]).flatten(1, 2)
+        state = (every * (prefix >> torch.arange(levels) & 1)[:, None, None, None]).flatten(1, 2)
     return {**joined, "states": state[:, None], "windows": window[:, None]}
 
 
