@@ -49,6 +49,7 @@ from attn_testkit.watches.packing import Bytes, Sent
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload
 
+from .compressor_pools import with_compressor
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .handing_over import Receiver
 from .head_scales import load_head_scales
@@ -138,7 +139,7 @@ def context_for(
 
     def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
         with blame("KV pool"):
-            with_keys = tuple(layer for layer in own if not layer.head_layout.has_state)
+            with_keys = tuple(layer for layer in own if layer.head_layout.has_keys)
             pool = _pool(pages, case, with_keys, kv_dtype, device, own_layout, cleared=not mostly_unused)
         table = torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device)
         return KVGroup(index, tuple(layer.layer_id for layer in own), pool, table)
@@ -210,7 +211,7 @@ def _most_keys(schedules: Sequence[Schedule], columns: int, dialect: Dialect) ->
 
 
 def _reserved_memory(context: BackendContext) -> Iterator[torch.Tensor]:
-    """Page 0 of each layer's keys, values and index keys, and slot 0 of each layer's states."""
+    """Page 0 of each layer's keys, values, index keys and compressed rows, and slot 0 of each layer's states."""
     for group in context.groups:
         for layer_id in group.layer_ids:
             with suppress(KeyError, ValueError):  # no layer of the KV pool, or one of a layout that has no pages
@@ -218,6 +219,8 @@ def _reserved_memory(context: BackendContext) -> Iterator[torch.Tensor]:
     for part in context.state.pool.parts if context.state else ():
         yield part[0]
     yield from context.index_pool.memory[:, 0] if context.index_pool else ()
+    if context.compressor:
+        yield from context.compressor.pool.page_0(context.page_size)
 
 
 class ServerHarness:
@@ -263,6 +266,7 @@ class ServerHarness:
         graph."""
         own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
         context = with_states(context_for(schedules, device, layers, own_layout), schedules)
+        context = with_compressor(context, schedules)
         requests, columns = context.req_to_token.shape
         token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")

@@ -20,7 +20,10 @@ _MOST_DIM = 128
 
 
 def many_heads(declared: Capabilities, like: Heads, most: int) -> Heads:
-    """``most`` query heads, or the nearest declared number; MLA for MLA, and another layout otherwise."""
+    """``most`` query heads, or the nearest declared number; MLA for MLA, and another layout otherwise. The only head of
+    a layout that has one."""
+    if like.layout.kv_heads == "single":
+        return like
     groups = [group for group in declared.heads.gqa_ratios if 1 < group <= most]
     if like.layout.values_in_keys:
         return replace(like, q_heads=max(groups, default=like.q_heads))

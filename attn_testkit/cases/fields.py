@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Self, TypeVar
 
 from ..contract import ForwardMode, HeadShape
+from .compression import Compression
 from .draft import Draft
 from .head_shapes import HeadMap
 from .heads import Heads as Heads
@@ -48,6 +49,8 @@ class Fields:
     0."""
     state: StateShape | None = None
     """Recurrent states; None: layers have keys."""
+    compression: Compression | None = None
+    """Groups of tokens of which layers make one row each; None: layers have keys or states."""
     kv_dtype: str = "same"
     """``same`` as the model's ``dtype``, or another of ``KV_DTYPES``."""
     kv_layout: str = "nhd"

@@ -19,7 +19,12 @@ def per_head(declared: Capabilities) -> list[HeadLayout]:
 
 def as_many(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts with as many KV heads as query heads."""
-    return [layout for layout in declared_layouts(declared) if layout.kv_heads == "as many" and not layout.has_state]
+    return [layout for layout in declared_layouts(declared) if layout.kv_heads == "as many" and layout.has_keys]
+
+
+def single(declared: Capabilities) -> list[Heads]:
+    """Heads of declared layouts that have only one."""
+    return [Heads(layout.name, 1, 1) for layout in declared_layouts(declared) if layout.kv_heads == "single"]
 
 
 def state_heads(declared: Capabilities) -> list[Heads]:

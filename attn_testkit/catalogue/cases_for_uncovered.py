@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..cases.case import Case
 from ..cases.features.feature import Covered, Without
+from ..cases.features.compression import declared_compressions
 from ..cases.features.heads import fewest_latent_heads, other_heads
 from ..cases.features.page_size import lens_beyond_a_page
 from ..cases.features.rows import most_rows, rows_of, rows_of_two
@@ -114,5 +115,6 @@ def two_request_case(declared: Capabilities, mode: ForwardMode) -> Case:
         kv_dtype=max(declared.kv_pool.kv_dtypes),
         page_size=page,
         prefixes=lens_beyond_a_page(page),
+        compression=next(iter(declared_compressions(declared)), None),
         bucket=2,
     )

@@ -5,6 +5,9 @@ from .backend import AttentionBackend, LegacyGraphHooks, refuse_undeclared
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .bounds import Bounds
 from .capabilities import Capabilities, Unsupported
+from .compressor import Compressor
+from .compressor_backend import CompressorBackend
+from .compressor_layer import COMPRESSED_ROPE, CompressorContext, CompressorLayer, CompressorPool
 from .context import BackendContext
 from .cross_attention import ENCODER_SLOTS, CrossAttention
 from .dialect import DIALECTS, Dialect
@@ -127,4 +130,10 @@ __all__ = [
     "heads_of_rank",
     "index_scales",
     "refuse_undeclared",
+    "COMPRESSED_ROPE",
+    "Compressor",
+    "CompressorBackend",
+    "CompressorContext",
+    "CompressorLayer",
+    "CompressorPool",
 ]

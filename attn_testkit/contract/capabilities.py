@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from .bounds import Bounds
+from .compressor import Compressor, refused_compressors
 from .context import BackendContext
 from .cross_attention import CrossAttention
 from .declared import Declared, mode_named
@@ -79,6 +80,8 @@ class Capabilities(Declared):
     the declaration a row attends to all keys that it may see."""
     state: State | None = None
     """Recurrent states that the backend supports (``StateBackend``). None: layers attend to keys."""
+    compressor: Compressor | None = None
+    """Compression of keys that the backend supports (``CompressorBackend``). None: layers attend to keys."""
     cross_attention: CrossAttention = field(default_factory=CrossAttention)
     """Cross-attention layers of encoder-decoder models, next to layers of the decoder's own keys."""
     encoder_only: EncoderOnly = field(default_factory=EncoderOnly)
@@ -129,6 +132,7 @@ class Capabilities(Declared):
         if self.sparse is not None:
             self._check_sparse(self.sparse)
         self._check_state()
+        self._check_compressor()
         self._check_encoders()
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.bounds.max_topk:
@@ -235,6 +239,34 @@ class Capabilities(Declared):
                 "State.trees needs rollback 'commit': with a slot for each node a draft is a chain; leave trees out"
             )
 
+    def _check_compressor(self) -> None:
+        if not isinstance(self.compressor, Compressor | None):
+            raise ValueError(
+                f"Capabilities.compressor must be a Compressor, got {self.compressor!r}; write Compressor(ratios={{128}})"
+            )
+        compressing = {name for name in self.heads.families if HEAD_LAYOUTS[name].compresses}
+        if self.compressor is None and not compressing:
+            return
+        if self.compressor is None or self.heads.families - compressing:
+            raise ValueError(
+                f"Capabilities.heads.families are {', '.join(sorted(self.heads.families))}, and "
+                f"compressor={self.compressor!r}: layers that compress keys are compressor, and need "
+                "compressor=Compressor(...); others have none"
+            )
+        others = (self.eager | self.graph) - _MODES_OF_STATES
+        if others:
+            raise ValueError(
+                f"Capabilities declare compressor and {', '.join(sorted(others))}: draft models have no compressor, so "
+                f"it runs in {', '.join(sorted(_MODES_OF_STATES))}. Leave the mode out"
+            )
+        ratios = self.compressor.ratios | self.compressor.overlapping_ratios
+        cut = [(page, each) for page in sorted(self.kv_pool.page_sizes) for each in sorted(ratios) if page % each]
+        if cut:
+            raise ValueError(
+                f"Capabilities.kv_pool.page_sizes contains {cut[0][0]}, and compressor a ratio of {cut[0][1]}: a page "
+                "holds whole groups. Declare only multiples, or write a class for each"
+            )
+
     def _check_encoders(self) -> None:
         modes, encoders = self.eager | self.graph, self.encoder_only
         if encoders.layers and ForwardMode.EXTEND not in modes & self.options.non_causal:
@@ -270,6 +302,7 @@ class Capabilities(Declared):
         yield from refused_splits(self.lse, context)
         yield from refused_selections(self.sparse, context)
         yield from refused_states(self.state, context)
+        yield from refused_compressors(self.compressor, context)
         yield from refused_rows(self.prefill_ranks, context)
 
     def offers(self, mode: ForwardMode, execution: Execution) -> bool:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from .compressor_layer import CompressorContext
 from .dialect import Dialect
 from .index_pool import IndexPool
 from .kv_group import KVGroup
@@ -100,6 +101,8 @@ class BackendContext:
     ``none``: no batch has one."""
     state: StateContext | None = None
     """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
+    compressor: CompressorContext | None = None
+    """Layers that compress keys, and their memory. None: no layer does."""
     tp_size: int = 1
     """Ranks of the server's tensor parallelism, which have a part each of the layers other than attention."""
     attn_tp_size: int = 1

@@ -14,12 +14,13 @@ from .state_kind import STATE_KINDS, StateKind
 
 __all__ = ["HEAD_LAYOUTS", "HeadLayout", "OfHeadLayout", "head_layout_of", "register_head_layout"]
 
-KVHeads = Literal["as many", "some", "one", "a divisor"]
+KVHeads = Literal["as many", "some", "one", "a divisor", "single"]
 _HAS: dict[KVHeads, Callable[[int, int], bool]] = {
     "as many": lambda q_heads, kv_heads: kv_heads == q_heads,
     "some": lambda q_heads, kv_heads: 1 < kv_heads < q_heads,
     "one": lambda q_heads, kv_heads: kv_heads == 1 < q_heads,
     "a divisor": lambda q_heads, kv_heads: q_heads % kv_heads == 0,
+    "single": lambda q_heads, kv_heads: q_heads == kv_heads == 1,
 }
 
 
@@ -30,7 +31,8 @@ class HeadLayout:
     name: str
     """Name in ``HeadShapes.families`` and case ids: lower-case letters."""
     kv_heads: KVHeads
-    """KV heads on one rank: as many as query heads, fewer but more than one, one, or any of these (states)."""
+    """KV heads on one rank: as many as query heads, fewer but more than one, one, or any of these (states). ``single``:
+    there is one head."""
     family: str = "softmax"
     """Family, which says what a layer computes: a name of ``attn_testkit.families.table``."""
     values_in_keys: bool = False
@@ -46,6 +48,14 @@ class HeadLayout:
     """Kind of the recurrent state that layers keep for each request, with no keys: ``contract/state_layer.py``. None:
     they keep none."""
 
+    compresses: bool = False
+    """Layers make one row of each group of tokens, and attend to nothing: ``contract/compressor_layer.py``."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Layers store keys in the KV pool."""
+        return not (self.has_state or self.compresses)
+
     @property
     def has_state(self) -> bool:
         """Layers keep a recurrent state for each request, and no keys."""
@@ -55,6 +65,11 @@ class HeadLayout:
     def is_leveled(self) -> bool:
         """Layers keep several states for each request, one per level of a Fenwick tree."""
         return self.state_kind is not None and self.state_kind.leveled
+
+    @property
+    def is_one_to_one(self) -> bool:
+        """Each query head has a KV head of its own, so there is no ratio to declare."""
+        return self.kv_heads in ("as many", "single")
 
     @property
     def pool_rows(self) -> int:
@@ -73,7 +88,7 @@ class HeadLayout:
 
     def kv_heads_of(self, q_heads: int) -> int:
         """Number of KV heads for this number of query heads, if the layout determines it."""
-        return q_heads if self.kv_heads == "as many" else 1
+        return q_heads if self.is_one_to_one else 1
 
 
 HEAD_LAYOUTS = {
@@ -89,6 +104,9 @@ HEAD_LAYOUTS = {
                 by_layer=False, state_kind=kind,
             )
             for kind in STATE_KINDS.values()
+        ),
+        HeadLayout(
+            "compressor", "single", family="compressor", usual_scaling=False, by_layer=False, compresses=True,
         ),
     )
 }  # fmt: skip

@@ -58,7 +58,7 @@ class HeadShapes(Declared):
         own = keeping or context.layers
         apart = [layer for layer in own if not (layer.head_layout.values_in_keys or layer.head_layout.has_state)]
         latent = [layer for layer in context.layers[:1] if layer.head_layout.values_in_keys]
-        grouped = [layer.q_per_kv for layer in context.layers if layer.head_layout.kv_heads != "as many"]
+        grouped = [layer.q_per_kv for layer in context.layers if not layer.head_layout.is_one_to_one]
         shapes = len({layer.head_shape for layer in own})
         yield from first_outside("family", (layer.head_layout.name for layer in own), self.families)
         yield from first_outside("head dim", (layer.v_head_dim for layer in context.layers), self.head_dims)

@@ -8,12 +8,13 @@ from typing import Any
 from ..cases.features.feature import Feature
 from ..cases.features.table import FEATURES
 from ..cases.fields import DEFAULTS, C, Fields
+from .compressor.family import COMPRESSOR
 from .family import Family
 from .recurrent.family import RECURRENT
 from .softmax.family import SOFTMAX
 from .sparse.family import SPARSE
 
-FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT)}
+FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT, COMPRESSOR)}
 """Name -> family."""
 
 

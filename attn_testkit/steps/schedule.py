@@ -589,7 +589,7 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
     if continues:
         steps = [_after_prompts(case, step, sizes) for step in steps]
     *replays, last = steps
-    may_be_stored = case.state is None and not case.encoder_len and case.encoder == "none"
+    may_be_stored = case.heads.layout.has_keys and not case.encoder_len and case.encoder == "none"
     stored = may_be_stored and case.derived("second-step-stored") == 1
     other_strides = case.derived("second-step-memory") == 1
     second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)

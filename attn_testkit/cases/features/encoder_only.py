@@ -89,7 +89,7 @@ def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, B
 
 def _may_encode(context: BackendContext) -> bool:
     layers = context.layers
-    return not any(each.head_layout.values_in_keys or each.head_layout.has_state or each.topk for each in layers)
+    return all(each.head_layout.has_keys and not (each.head_layout.values_in_keys or each.topk) for each in layers)
 
 
 def _undeclared_cache(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:

@@ -9,7 +9,7 @@ from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS, HeadLayout
 from ...glossary import Entry
 from ..fields import Changes, Fields, Heads
-from ..head_layouts import as_many, declared_layouts, latent, latent_heads, plain_layout, state_heads
+from ..head_layouts import as_many, declared_layouts, latent, latent_heads, plain_layout, single, state_heads
 from .feature import Asked, Bound, Columns, Covered, Feature, OnLayers, Trait, Without, Word, of_fields
 from .numbers import nearest
 
@@ -21,7 +21,7 @@ _MOST_HEADS = 64
 def typical_heads(declared: Capabilities) -> list[Heads]:
     """The layouts that a covering array tries."""
     ratios = sorted(declared.heads.gqa_ratios - {1})
-    heads: list[Heads] = state_heads(declared)
+    heads: list[Heads] = [*single(declared), *state_heads(declared)]
     heads += [Heads(layout.name, 2, 2) for layout in as_many(declared)]
     if "gqa" in declared.heads.families and ratios:
         # The smallest, one that is not a power of two, and one large enough to matter.
@@ -40,7 +40,7 @@ def smallest_heads_first(declared: Capabilities) -> list[Heads]:
     """Layouts with few KV heads, the simplest first; empty if a family is declared without numbers of heads."""
     groups = [ratio for ratio in sorted(declared.heads.gqa_ratios) if ratio > 1]
     found = [Heads(layout.name, count, count) for layout in as_many(declared) for count in (2, 1, 4)]
-    found += state_heads(declared)
+    found += [*single(declared), *state_heads(declared)]
     if "gqa" in declared.heads.families:
         found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
     if "mqa" in declared.heads.families:
@@ -58,6 +58,8 @@ def fewest_latent_heads(declared: Capabilities) -> Heads:
 def other_heads(declared: Capabilities) -> Heads:
     """A group of several heads if it costs little: with many rows the heads are more than a tile."""
     groups = sorted(declared.heads.gqa_ratios - {1})
+    if single(declared):
+        return single(declared)[0]
     if not groups or not declared.heads.families & {"gqa", "mqa"}:
         return Heads(plain_layout(declared), 2, 2)
     return _group(declared, max([group for group in groups if group <= 8], default=groups[0]))
@@ -107,7 +109,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     own = (Heads.of(case.heads.layout.family, shape.num_qo_heads, shape.num_kv_heads) for shape in case.layers.shapes)
     return all(
         heads.family in declared.heads.families
-        and (heads.layout.kv_heads == "as many" or heads.q_heads // heads.kv_heads in declared.heads.gqa_ratios)
+        and (heads.layout.is_one_to_one or heads.q_heads // heads.kv_heads in declared.heads.gqa_ratios)
         for heads in (own if case.layers.shapes else (case.heads,))
     )
 
@@ -260,6 +262,13 @@ HEADS = Feature(
             "A short convolution without a recurrence, as in LFM2, of 8 heads.",
             also=("short convolution", "ShortConv"),
             page="how-to/recurrent-states.md",
+            numbers=True,
+        ),
+        Entry(
+            "compressor1",
+            "Layers that compress keys, as in DeepSeek V4: one row for each group of tokens. They have one head.",
+            also=("compressor",),
+            page="how-to/compressors.md",
             numbers=True,
         ),
         Entry(

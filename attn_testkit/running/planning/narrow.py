@@ -16,8 +16,8 @@ def not_declared_here(declared: Capabilities) -> tuple[str, ...]:
     kept = list(declared.unwritten())
     if declared.heads.families <= {"mha"}:
         kept = [name for name in kept if name != "heads.gqa_ratios"]
-    # A backend has layers with keys or with states, and nobody misses the others.
-    states = declared.state is not None
+    # A backend has layers with keys, with states or that compress, and nobody misses the others.
+    own = declared.state is not None, declared.compressor is not None
     phrases = (
         ("graph for ", _names(declared.eager - declared.graph)),
         ("eager for ", _names(declared.graph - declared.eager)),
@@ -27,7 +27,7 @@ def not_declared_here(declared: Capabilities) -> tuple[str, ...]:
             [
                 name
                 for name, each in _LAYOUTS.items()
-                if each.has_state is states and name not in declared.heads.families
+                if (each.has_state, each.compresses) == own and name not in declared.heads.families
             ],
         ),
         ("left at the default: ", kept),

@@ -1,0 +1,1 @@
+"""Layers that compress keys: one row for each group of tokens."""

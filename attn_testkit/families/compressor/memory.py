@@ -1,0 +1,186 @@
+"""The memory of compressors: states of tokens and compressed rows, as one row of numbers for each slot.
+
+A slot's row has the state of its token, and, if the slot is the last of its group, the group's compressed row; zeros
+stand there in the rows of other slots. So a compressed row belongs to the slot of the token with which it is made. All
+memory but the states of which later rows are made holds NaN, the compressed rows of earlier groups included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...contract import BackendContext
+from ...contract.compressor_layer import CompressorPool
+from ...steps.data import StepData
+from ...steps.schedule import Schedule, Step
+from ...watches.past_modes import past_modes
+from ...watches.uploads import upload
+from ..family import Memory, Stored, Watch
+from .data import CompressorData
+
+_Ints = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+_Parts = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+class CompressorWatch:
+    """A watch of a ``CompressorPool``."""
+
+    def __init__(self, pool: CompressorPool, page_size: int) -> None:
+        self.bits = torch.int32
+        self._pool, self._page_size, self._device = pool, page_size, pool.device
+        self._ratio, self._wide = pool.layers[0].compress_ratio, 2 * pool.layers[0].width
+        self._now: _Parts = pool.parts
+        self._before: _Parts = tuple((states.clone(), rows.clone()) for states, rows in pool.parts)
+
+    def _load(self) -> None:
+        for now, before in zip(self._now, self._before, strict=True):
+            for one, other in zip(now, before, strict=True):
+                one.copy_(other)
+
+    def _fill(self, unowned: float) -> None:
+        for pair in self._before:
+            for part in pair:
+                part.fill_(unowned)
+
+    def fill(self, name: object, held: Callable[[], tuple[_Ints, _Bytes]], unowned: float) -> None:
+        """Do the work of ``Watch.fill``. Compressed rows are never read, so none is held."""
+        slots, raw = held()
+        sent = upload(torch.from_numpy(slots), self._device), upload(torch.from_numpy(raw), self._device)
+        with past_modes():
+            self._fill(unowned)
+            if len(slots):
+                numbers = sent[1].contiguous().view(torch.float32).view(len(self._now), len(slots), -1)
+                for (states, _), own in zip(self._before, numbers, strict=True):
+                    states[sent[0]] = own[:, : self._wide].view(len(slots), *states.shape[1:])
+            self._load()
+
+    def clear(self) -> None:
+        """Do the work of ``Watch.clear``."""
+        self._fill(math.nan)
+        self._load()
+        self.clear_page_0()
+
+    def clear_page_0(self) -> None:
+        """Fill the states and compressed rows of page 0 with zeros."""
+        for part in self._pool.page_0(self._page_size):
+            part.zero_()
+
+    def _changed(self) -> torch.Tensor:
+        """[slots] uint8: 1 for a slot whose state changed, or the compressed row that belongs to it."""
+        found = torch.zeros(self._pool.num_slots, dtype=torch.bool, device=self._device)
+        for now, before in zip(self._now, self._before, strict=True):
+            of_state, of_row = (
+                (_bits(one) != _bits(other)).flatten(1).any(1) for one, other in zip(now, before, strict=True)
+            )
+            found |= of_state
+            found[self._ratio - 1 :: self._ratio] |= of_row
+        return found.view(torch.uint8)
+
+    def written_since_clear(self) -> _Ints:
+        """Do the work of ``Watch.written_since_clear``."""
+        slots: _Ints = np.flatnonzero(self._changed().cpu().numpy())
+        return slots[slots >= self._page_size]
+
+    def _rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """[L, n, numbers] float32 of what slots hold now."""
+        last = (slots % self._ratio == self._ratio - 1)[:, None]
+        return torch.stack([
+            torch.cat([states[slots].flatten(1), torch.where(last, rows[slots // self._ratio].float(), 0.0)], -1)
+            for states, rows in self._now
+        ])  # fmt: skip
+
+    def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Do the work of ``Watch.look``: flags of slots, rows of those of ``due``."""
+        rows = self._rows(due).view(torch.uint8).reshape(-1)
+        return (self._changed()[:slots], slots), (rows, rows.numel())
+
+    def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
+        """Do the work of ``Watch.written``: rows [L, 1, n, 1, numbers]."""
+        changed: _Ints = np.flatnonzero(found[0])
+        layers = len(self._now)
+        if set(changed.tolist()) <= set(due.tolist()):
+            every = found[1].reshape(layers, len(due), -1)
+            rows = every[:, [place for place, slot in enumerate(due.tolist()) if found[0][slot]]]
+        else:
+            taken = self._rows(upload(torch.from_numpy(changed), self._device)).cpu()
+            rows = taken.view(torch.uint8).numpy()
+        return changed, rows.reshape(-1), (layers, 1, len(changed), 1, rows.shape[-1] // 4)
+
+    def outside(self, found: Sequence[_Bytes]) -> _Ints:
+        """Do the work of ``Watch.outside``: there is no memory between slots."""
+        return np.empty(0, np.int64)
+
+
+def _bits(part: torch.Tensor) -> torch.Tensor:
+    return part.view({2: torch.int16, 4: torch.int32}[part.dtype.itemsize])
+
+
+def _held(
+    schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
+) -> tuple[_Ints, _Bytes]:
+    """Slots and rows of tokens before the step of whose states later rows are made."""
+    data = cast(CompressorData, data)
+    first = data.compression.first_needed
+    runs = [(place, first(each.prefix), each) for place, each in enumerate(step.requests)]
+    slots = [each.slots[start : each.prefix] for _, start, each in runs]
+    states = data.states
+    parts = [states[:, place, start : each.prefix] for place, start, each in runs]
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0, np.uint8)
+    rows = torch.cat(parts, 1).flatten(2)
+    return np.concatenate(slots), rows.contiguous().view(torch.uint8).numpy()
+
+
+def _image(
+    schedule: Schedule,
+    step: Step,
+    data: StepData,
+    finite_tails: bool,
+    *,
+    after: bool,
+    unowned: float = math.nan,
+    marked: str = "",
+) -> torch.Tensor:
+    """[L, 1, slots, 1, numbers] float32."""
+    case = schedule.case
+    slots, raw = _held(schedule, step, data, after=after)
+    states = torch.from_numpy(raw).view(torch.float32).view(case.layers.count, len(slots), -1)
+    wide, count = 2 * data.q.shape[-1], (schedule.num_pages + 1) * case.page_size
+    image = torch.full((case.layers.count, count, wide + case.head_dim), unowned)
+    ratio = cast(CompressorData, data).compression.ratio
+    last = torch.arange(count) % ratio == ratio - 1
+    image[:, ~last, wide:] = 0.0
+    if len(slots):
+        image[:, torch.from_numpy(slots), :wide] = states
+    if after:
+        stored = _stored(data)
+        image[:, stored.slots] = stored.rows[:, 0, :, 0]
+    return image[:, None, :, None]
+
+
+def _stored(data: StepData) -> Stored:
+    """States of the step's tokens, which are exact, and the rows of groups that they complete, within their limits."""
+    from .compress import compress
+
+    data = cast(CompressorData, data)
+    made = compress(data)
+    states = data.states[:, data.row_request, data.row_key].flatten(2)
+    slots, order = data.out_cache_loc.sort()
+    rows = torch.cat([states, made.rows.float()], -1)[:, order]
+    limit = torch.cat([torch.zeros_like(states, dtype=torch.float64), made.limit], -1)[:, order]
+    return Stored(slots, rows[:, None, :, None], limit[:, None, :, None])
+
+
+def _watch(context: BackendContext, schedule: Schedule) -> Watch:
+    assert context.compressor is not None
+    return CompressorWatch(context.compressor.pool, context.page_size)
+
+
+COMPRESSOR_POOL = Memory(watch=_watch, held=_held, image=_image, stored=_stored)

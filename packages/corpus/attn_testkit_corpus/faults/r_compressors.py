@@ -1,0 +1,150 @@
+"""Class R, layers that compress keys: places in groups, windows, rotations, and the rows that are written."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_testkit.contract import CompressorLayer, ForwardBatch
+
+from .catalogue import fault
+from .compressors import CompressorParent
+
+
+@fault("general", "writes-own-kv")
+class BiasOfTheGroupsNumber(CompressorParent):
+    """The bias of a score is taken by the number of the group, and not by the place of the token in it."""
+
+    def place(self, layer: CompressorLayer, positions: torch.Tensor) -> torch.Tensor:
+        return positions // layer.compress_ratio % layer.compress_ratio
+
+
+@fault("general", "writes-own-kv")
+class BiasOfTheFirstCompressor(CompressorParent):
+    """All layers add the bias of the first."""
+
+    def bias_of(self, layer: CompressorLayer) -> torch.Tensor:
+        return super().bias_of(self.pool.layers[0])
+
+
+@fault("general", "writes-own-kv")
+class ScoresStoredInTheModelsDtype(CompressorParent):
+    """A score is rounded to bf16 before it is stored, although the pool holds float32."""
+
+    def stored_score(self, score: torch.Tensor) -> torch.Tensor:
+        return score.bfloat16().float()
+
+
+@fault("general", "matches-oracle writes-own-kv", "halves of the columns are exchanged")
+class HalvesOfColumnsExchanged(CompressorParent):
+    """A group reads the columns that are for the group after it, and those of the group before for itself."""
+
+    def is_own(self, layer: CompressorLayer, back: int) -> bool:
+        return not super().is_own(layer, back)
+
+
+@fault("general", "matches-oracle writes-own-kv", "own group alone")
+class GroupBeforeIsNotRead(CompressorParent):
+    """Groups do not overlap: the window is that of a layer of the other kind."""
+
+    def exists(self, layer: CompressorLayer, at: torch.Tensor, back: int) -> torch.Tensor:
+        return super().exists(layer, at, back) & self.is_own(layer, back)
+
+
+@fault("general", "matches-oracle writes-own-kv", "the first group lacks count in the softmax")
+class MissingTokensHaveScoreZero(CompressorParent):
+    """The group before the first one is read as zeros, whose scores take part in the softmax."""
+
+    def score_of_nothing(self) -> float:
+        return 0.0
+
+
+@fault("general", "matches-oracle writes-own-kv", "one token early")
+class WindowOneTokenEarly(CompressorParent):
+    """The window ends before the token that completes the group."""
+
+    def read_at(self, at: torch.Tensor) -> torch.Tensor:
+        return at - 1
+
+
+@fault("general", "matches-oracle writes-own-kv", "position of its last token")
+class RotatedByTheLastToken(CompressorParent):
+    """A row is rotated by the position of the token that completes it."""
+
+    def turned_by(self, layer: CompressorLayer, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+
+@fault("general", "matches-oracle writes-own-kv", "number of its group")
+class RotatedByTheGroupsNumber(CompressorParent):
+    """A row is rotated by its number among the compressed rows."""
+
+    def turned_by(self, layer: CompressorLayer, positions: torch.Tensor) -> torch.Tensor:
+        return positions // layer.compress_ratio
+
+
+@fault("general", "matches-oracle writes-own-kv", "first half of the numbers with the second")
+class RotatedInHalves(CompressorParent):
+    """The rotation pairs number i with number i + 32, as in layers of NeoX."""
+
+    def turned(self, row: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.table[by].chunk(2, -1)
+        kept, x, y = row[:, :-64], row[:, -64:-32], row[:, -32:]
+        return torch.cat([kept, x * cos - y * sin, y * cos + x * sin], -1)
+
+
+@fault("general", "matches-oracle writes-own-kv")
+class EpsilonOfTheFirstLayer(CompressorParent):
+    """All layers are normalized with the epsilon of the first."""
+
+    def epsilon(self, layer: CompressorLayer) -> float:
+        return self.pool.layers[0].norm_eps
+
+
+@fault("general", "writes-own-kv")
+class RowsOfUnfinishedGroupsStored(CompressorParent):
+    """Every token stores a row, also in groups that are not complete."""
+
+    def stored(self, layer: CompressorLayer, positions: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(complete)
+
+
+@fault("general", "writes-own-kv", modelled="the page is looked up, and not the offset in it")
+class PageOfTheTokensCount(CompressorParent):
+    """The page of a compressed row is found with the tokens of a page, although it holds fewer compressed rows."""
+
+    def target(
+        self, layer: CompressorLayer, slots: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor
+    ) -> torch.Tensor:
+        size, rows = self.context.page_size, self.context.page_size // layer.compress_ratio
+        number = positions // layer.compress_ratio
+        first = pages[self.requests, number // size * size].long()
+        return first // layer.compress_ratio + number % rows
+
+
+@fault("general", "completes reads-own-kv matches-oracle writes-own-kv", modes="extend target-verify")
+class OnlyGroupsThatBeginInTheStep(CompressorParent):
+    """A group of which a part came in an earlier step is made of the rows of this step alone."""
+
+    def exists(self, layer: CompressorLayer, at: torch.Tensor, back: int) -> torch.Tensor:
+        return super().exists(layer, at, back) & (at >= self.firsts)
+
+
+@fault("general", "writes-own-kv matches-oracle", modes="target-verify")
+class GroupsByTheLengthOfTheRequest(CompressorParent):
+    """The host's rule of a decode serves a draft: all its rows complete a group if the request's length does."""
+
+    def completes(self, layer: CompressorLayer, positions: torch.Tensor) -> torch.Tensor:
+        return self.lens[self.requests] % layer.compress_ratio == 0
+
+
+@fault("general", "writes-own-kv matches-oracle replay-follows-batch", executions="graph")
+class GroupsOfTheCapture(CompressorParent):
+    """The plan counts the rows that complete a group on the host, and a graph keeps those of its capture."""
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if in_capture:
+            self.kept = batch.positions.long().clone()
+
+    def completes(self, layer: CompressorLayer, positions: torch.Tensor) -> torch.Tensor:
+        return super().completes(layer, self.kept if torch.cuda.is_current_stream_capturing() else positions)
