@@ -47,6 +47,11 @@ from attn_testkit.contract import (
     BackendContext,
     Bounds,
     Capabilities,
+    Compressor,
+    CompressorBackend,
+    CompressorContext,
+    CompressorLayer,
+    CompressorPool,
     CrossAttention,
     EncoderOnly,
     ForwardBatch,
@@ -112,6 +117,7 @@ def pages() -> dict[str, str]:
         "hooks.md": hooks(),
         "context.md": context(),
         "states.md": states(),
+        "compressors.md": compressors(),
         "exclusions.md": exclusions(),
         "fakes.md": fakes(),
         "python-api.md": python_api(),
@@ -455,6 +461,26 @@ def states() -> str:
         *_record(State, []),
     ]
     return _page("States", *lines)
+
+
+def compressors() -> str:
+    """The interface of layers that compress keys, and their memory."""
+    lines = [
+        "A layer of DeepSeek V4 makes one row of each group of tokens. Subclass `CompressorBackend`, declare "
+        "`Capabilities(compressor=Compressor(...))`, and make the rows in `compress`. "
+        "[How-to](../how-to/compressors.md) has an example.",
+        "",
+        SYMBOLS,
+        "",
+    ]
+    for each, members in (
+        (CompressorBackend, method_sections(CompressorBackend)),
+        (CompressorLayer, [*attribute_table(CompressorLayer), *_member_table(CompressorLayer, skip=("to",))]),
+        (CompressorContext, attribute_table(CompressorContext)),
+        (CompressorPool, _only(CompressorPool, ("get_states", "get_rows"))),
+    ):
+        lines += [f"## `{each.__name__}`", "", markdown(_doc(each)), "", *members]
+    return _page("Compressors", *lines, *_record(Compressor, []))
 
 
 def exclusions() -> str:

@@ -118,7 +118,7 @@ class TorchNativeCompressorBackend(CompressorBackend):
             earlier, own = torch.tensor_split(states, 2, -1)
             states = torch.where((place < ratio)[:, None, None], earlier, own)
         values, scores = states.unbind(2)
-        # A row without a window has one score of 0, so that its softmax is no NaN.
+        # A row that ends no group has scores of 0, so that its softmax is a number.
         empty = ~there[..., None]
         lowest = torch.where(ends[:, None, None], -torch.inf, 0.0)
         return torch.where(empty, lowest, scores), torch.where(empty, 0.0, values)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..cases.case import Case
-from ..cases.features.feature import Covered, Without
 from ..cases.features.compression import declared_compressions
+from ..cases.features.feature import Covered, Without
 from ..cases.features.heads import fewest_latent_heads, other_heads
 from ..cases.features.page_size import lens_beyond_a_page
 from ..cases.features.rows import most_rows, rows_of, rows_of_two

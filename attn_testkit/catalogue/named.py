@@ -216,8 +216,8 @@ def verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
 
 
 def _has_loops(declared: Capabilities) -> bool:
-    """True unless keys are selected, or pools have packed rows only."""
-    return not declared.sparse and bool(declared.kv_pool.kv_dtypes & {"same", "fp8_e4m3"})
+    """True unless keys are selected or compressed, or pools have packed rows only."""
+    return not (declared.sparse or declared.compressor) and bool(declared.kv_pool.kv_dtypes & {"same", "fp8_e4m3"})
 
 
 def _takes(declared: Capabilities, case: Case) -> bool:

@@ -44,6 +44,7 @@ from .state_pool import Snapshot, StateContext, StateInput, StatePool
 from .windows import LAYER_WINDOWS, NON_CAUSAL_WINDOWS, Windows
 
 __all__ = [
+    "COMPRESSED_ROPE",
     "DIALECTS",
     "DTYPES",
     "ENCODER_LAYERS",
@@ -71,6 +72,11 @@ __all__ = [
     "BackendContext",
     "Bounds",
     "Capabilities",
+    "Compressor",
+    "CompressorBackend",
+    "CompressorContext",
+    "CompressorLayer",
+    "CompressorPool",
     "CrossAttention",
     "Dialect",
     "DraftDecodeInput",
@@ -130,10 +136,4 @@ __all__ = [
     "heads_of_rank",
     "index_scales",
     "refuse_undeclared",
-    "COMPRESSED_ROPE",
-    "Compressor",
-    "CompressorBackend",
-    "CompressorContext",
-    "CompressorLayer",
-    "CompressorPool",
 ]

@@ -242,7 +242,8 @@ class Capabilities(Declared):
     def _check_compressor(self) -> None:
         if not isinstance(self.compressor, Compressor | None):
             raise ValueError(
-                f"Capabilities.compressor must be a Compressor, got {self.compressor!r}; write Compressor(ratios={{128}})"
+                f"Capabilities.compressor must be a Compressor, got {self.compressor!r}; write "
+                "Compressor(ratios={128})"
             )
         compressing = {name for name in self.heads.families if HEAD_LAYOUTS[name].compresses}
         if self.compressor is None and not compressing:

@@ -1,5 +1,4 @@
-"""Layers that compress keys, as DeepSeek V4 has them, and their memory: one row for each group of tokens of a request.
-"""
+"""Layers that compress keys, as in DeepSeek V4, and their memory: one row for each group of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from .layer import AttentionLayer
 __all__ = ["COMPRESSED_ROPE", "CompressorContext", "CompressorLayer", "CompressorPool"]
 
 COMPRESSED_ROPE = 64
-"""Numbers of a compressed row that are rotated: the last ones, in pairs of neighbors."""
+"""Numbers of a compressed row that are rotated: the last ones, in interleaved pairs."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class CompressorLayer(AttentionLayer):
     * The weights are a softmax over the window, for each channel by itself, of ``score + ape[position % r]``.
     * The row is the weighted sum of ``kv``, divided by the root of the mean of its squares plus ``norm_eps``, times
       ``norm_weight``.
-    * Its last 64 numbers are rotated in pairs of neighbors by the cosines and sines of position g * r
+    * Its last 64 numbers are rotated in interleaved pairs (numbers 2 i and 2 i + 1) by the cosines and sines of position g * r
       (``CompressorContext.rope``).
 
     Source: ``vllm/models/deepseek_v4/compressor.py`` and ``Compressor`` of DeepSeek's ``inference/model.py``.

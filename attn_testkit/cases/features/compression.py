@@ -49,7 +49,7 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    """In steps after the first, groups of every second long request end with its first new row."""
+    """Shorten every second long request of the steps after the first, so that its first new row completes a group."""
     if case.compression is None:
         return plans
     ratio = case.compression.ratio
@@ -116,6 +116,8 @@ COMPRESSION = Feature(
             lambda case: case.compression is not None,
             excludes={
                 "rows of a draft model": "a draft model has no compressor",
+                "bigpool": "states in float32 of so many slots need 34 GB",
+                "loop": "tokens that complete no group have no output from which a text could go on",
                 "branching trees": "groups are of consecutive positions, of which a tree has several tokens",
             },
         ),
@@ -132,8 +134,8 @@ COMPRESSION = Feature(
     explained=(
         Entry(
             "ratio4overlap",
-            "Layers make one row of each group of 4 tokens and the group before it; without `overlap` of the group "
-            "alone.",
+            "Layers make one row of each group of 4 tokens and the group before it; without `overlap` only of "
+            "the group.",
             also=("compression ratio", "compress_ratio"),
             page="how-to/compressors.md",
             numbers=True,

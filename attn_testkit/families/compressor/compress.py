@@ -56,7 +56,7 @@ def compress(data: CompressorData, slip: Slip = "") -> Compressed:
         starts = starts // compression.ratio
     table = rope_table(int(position.max()) + 1 if len(position) else 1).double()[starts]
     if slip == "no rotation":
-        table = torch.cat([torch.ones_like(table), torch.zeros_like(table)], -1)[:, :: 2]
+        table = torch.cat([torch.ones_like(table), torch.zeros_like(table)], -1)[:, ::2]
     for index, layer in enumerate(data.layers):
         rows[index, ends], limit[index, ends] = _row(layer, found[index].double(), there, table, data.dtype, slip)
     return Compressed(rows, limit, ends)
@@ -67,7 +67,7 @@ def _row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [n, D] of windows: states [n, W, 2, D], of which ``there`` [n, W] exist; and their limits."""
     unit, missing = UNIT_ROUNDOFF[dtype], ~there[..., None]
-    # What does not exist holds NaN in a pool, and arbitrary numbers here.
+    # Slots of tokens that do not exist hold arbitrary numbers here.
     empty = 0.0 if slip == "zeros" else -torch.inf
     kv, score = states[..., 0, :].masked_fill(missing, 0.0), states[..., 1, :].masked_fill(missing, empty)
     most = score.amax(1, keepdim=True)
@@ -100,6 +100,11 @@ def _rotated(
     apart = slip == "other pairs"
     x, y = torch.tensor_split(tail, 2, -1) if apart else (tail[..., ::2], tail[..., 1::2])
     ex, ey = errors[..., ::2], errors[..., 1::2]
-    pair, wrong = (x * cos - y * sin, y * cos + x * sin), (ex * cos.abs() + ey * sin.abs(), ey * cos.abs() + ex * sin.abs())
+    pair, wrong = (
+        (x * cos - y * sin, y * cos + x * sin),
+        (ex * cos.abs() + ey * sin.abs(), ey * cos.abs() + ex * sin.abs()),
+    )
     turned = torch.cat(pair, -1) if apart else torch.stack(pair, -1).flatten(-2)
-    return torch.cat([row[..., :kept], turned], -1), torch.cat([off[..., :kept], torch.stack(wrong, -1).flatten(-2)], -1)
+    return torch.cat([row[..., :kept], turned], -1), torch.cat(
+        [off[..., :kept], torch.stack(wrong, -1).flatten(-2)], -1
+    )

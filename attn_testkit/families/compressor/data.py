@@ -21,7 +21,7 @@ from ...contract import COMPRESSED_ROPE, CompressorLayer
 from ...steps.data import KEPT_BYTES, StepData, bytes_in, make_step_data, numbers_of
 from ...steps.schedule import Schedule, Step
 
-_SEED = 0xC03B
+_SEED, _MIXED = 0xC03B, 0x9E3779B1
 
 
 def compression_of(case: Fields) -> Compression:
@@ -52,14 +52,11 @@ def layers(case: Fields) -> tuple[CompressorLayer, ...]:
 def rope_table(positions: int) -> torch.Tensor:
     """[positions, 64] float32: cosines and sines, in quarter turns, so that a rotation rounds nothing.
 
-    The turns of pair i are i % 3 + 1 times the sum of the digits of a position to the base 4: the first positions of
-    groups, which are multiples of 4 or of 128, so have different ones.
+    Turns are bits of a hash of the position. Any rule that counts, as real tables do, has the same turns at positions
+    that a backend may confuse: multiples of 4, or a group's number and its first position.
     """
-    left, turns = torch.arange(positions), torch.zeros(positions, dtype=torch.int64)
-    while left.any():
-        turns += left % 4
-        left //= 4
-    at = turns[:, None] * (torch.arange(COMPRESSED_ROPE // 2) % 3 + 1) % 4
+    hashed = torch.arange(positions)[:, None] * _MIXED
+    at = hashed >> (6 + 2 * (torch.arange(COMPRESSED_ROPE // 2) % 12)) & 3
     whole = torch.tensor([1.0, 0.0, -1.0, 0.0])
     return torch.cat([whole[at], whole[(at - 1) % 4]], -1)
 

@@ -14,14 +14,14 @@ from .data import CompressorData, layers, make_compressor_data
 from .memory import COMPRESSOR_POOL
 
 SLIPS: Mapping[Slip, str] = {
-    "own group": "a row is made of its own group alone, without the group before it",
+    "own group": "a row is made of its own group only, without the group before it",
     "zeros": "tokens that the first group lacks count in the softmax, as scores of 0",
     "halves": "the halves of the columns are exchanged between a group and the group before it",
     "late": "the window of a row is one token early",
     "own position": "a row is rotated by the position of its last token, and not by the first of its group",
     "next group": "a row is rotated by the number of its group, and not by the position of its first token",
     "no rotation": "a row is not rotated",
-    "other pairs": "the rotation pairs the first half of the numbers with the second, and not neighbors",
+    "other pairs": "the rotation pairs the first half of the numbers with the second, and not adjacent numbers",
     "no norm": "a row is not normalized",
 }
 """Mistakes in words."""

@@ -1,7 +1,7 @@
 """The memory of compressors: states of tokens and compressed rows, as one row of numbers for each slot.
 
-A slot's row has the state of its token, and, if the slot is the last of its group, the group's compressed row; zeros
-stand there in the rows of other slots. So a compressed row belongs to the slot of the token with which it is made. All
+A slot's row has the state of its token, and, if the slot is the last of its group, the group's compressed row. Rows of
+other slots have zeros there. So a compressed row belongs to the slot of the token with which it is made. All
 memory but the states of which later rows are made holds NaN, the compressed rows of earlier groups included.
 """
 

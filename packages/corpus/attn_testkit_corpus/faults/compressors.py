@@ -74,6 +74,7 @@ class CompressorParent(CompressorBackend):
         self.firsts = batch.positions.long() - (at - before[self.requests])
         self.lens = batch.seq_lens.long()
 
+    @override
     def compress(
         self, kv: torch.Tensor, score: torch.Tensor, layer: CompressorLayer, batch: ForwardBatch
     ) -> torch.Tensor:
@@ -183,7 +184,7 @@ class CompressorParent(CompressorBackend):
         return positions - positions % layer.compress_ratio
 
     def turned(self, row: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """Rows with their last numbers rotated, in pairs of neighbors."""
+        """Rows with their last numbers rotated, in interleaved pairs."""
         cos, sin = (each.repeat_interleave(2, -1) for each in self.table[by].chunk(2, -1))
         tail = row[:, -_TURNED:].unflatten(-1, (-1, 2))
         crossed = torch.stack([-tail[..., 1], tail[..., 0]], -1).flatten(1)

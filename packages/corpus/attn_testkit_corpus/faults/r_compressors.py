@@ -42,7 +42,7 @@ class HalvesOfColumnsExchanged(CompressorParent):
         return not super().is_own(layer, back)
 
 
-@fault("general", "matches-oracle writes-own-kv", "own group alone")
+@fault("general", "matches-oracle writes-own-kv", "own group only")
 class GroupBeforeIsNotRead(CompressorParent):
     """Groups do not overlap: the window is that of a layer of the other kind."""
 
@@ -123,7 +123,7 @@ class PageOfTheTokensCount(CompressorParent):
 
 @fault("general", "completes reads-own-kv matches-oracle writes-own-kv", modes="extend target-verify")
 class OnlyGroupsThatBeginInTheStep(CompressorParent):
-    """A group of which a part came in an earlier step is made of the rows of this step alone."""
+    """A group of which a part came in an earlier step is made only of the rows of this step."""
 
     def exists(self, layer: CompressorLayer, at: torch.Tensor, back: int) -> torch.Tensor:
         return super().exists(layer, at, back) & (at >= self.firsts)
