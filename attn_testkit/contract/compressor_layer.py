@@ -30,7 +30,7 @@ class CompressorLayer(AttentionLayer):
     * The weights are a softmax over the window, for each channel by itself, of ``score + ape[position % r]``.
     * The row is the weighted sum of ``kv``, divided by the root of the mean of its squares plus ``norm_eps``, times
       ``norm_weight``.
-    * Its last 64 numbers are rotated in interleaved pairs (numbers 2 i and 2 i + 1) by the cosines and sines of position g * r
+    * Its last 64 numbers are rotated in interleaved pairs, 2 i and 2 i + 1, by cosines and sines of position g * r
       (``CompressorContext.rope``).
 
     Source: ``vllm/models/deepseek_v4/compressor.py`` and ``Compressor`` of DeepSeek's ``inference/model.py``.

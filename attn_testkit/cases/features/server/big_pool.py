@@ -60,7 +60,7 @@ def _case(declared: Capabilities, small: C) -> Iterator[C]:
     """Case with one layer: 2 to 9 GB, of which very little is used."""
     fused = declared.sparse is not None and declared.sparse.indexer is not None and declared.sparse.indexer.fused
     inside = [each for each in sorted(declared.kv_pool.kv_dtypes, reverse=True) if each not in _APART]
-    if usual_layout(declared) == OWN or fused or not inside:
+    if usual_layout(declared) == OWN or fused or not inside or not small.heads.layout.has_keys:
         return
     width = small.head_dim
     if not small.heads.layout.wide_rows:
