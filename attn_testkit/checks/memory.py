@@ -12,6 +12,7 @@ from ..families.table import families_of
 from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
 from .comparison import BITS
+from .compressor_writes import writes_compressed
 from .evaluation import Evaluation
 from .hybrid import writes_own_keys
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
@@ -60,6 +61,8 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
         return []
     if has_own_pools(case):
         return writes_on_ranks(observed)
+    if case.compression:
+        return writes_compressed(observed, case, beyond)
     if case.row_ranks:
         return writes_on_replicas(observed) or [_outside(observed)]
     pool_after = observed.pool_after

@@ -11,7 +11,17 @@ from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from .data import CompressorData, rope_table
 
 Slip = Literal[
-    "", "halves", "own group", "zeros", "late", "no norm", "own position", "next group", "no rotation", "other pairs"
+    "",
+    "halves",
+    "own group",
+    "this step",
+    "zeros",
+    "late",
+    "no norm",
+    "own position",
+    "next group",
+    "no rotation",
+    "other pairs",
 ]
 """A mistake of a backend; ``SLIPS`` in ``family.py`` has them in words. Empty: the right result."""
 
@@ -39,6 +49,8 @@ def compress(data: CompressorData, slip: Slip = "") -> Compressed:
     place = torch.arange(compression.window)
     at = position[:, None] + 1 - compression.window + place - int(slip == "late")
     there = at >= 0
+    if slip == "this step":
+        there &= at >= (position - data.row_offset[ends])[:, None]
     if slip == "own group":
         there &= place >= compression.window - compression.ratio
     found = states[:, request[:, None], at.clamp(min=0)]

@@ -15,6 +15,7 @@ from .memory import COMPRESSOR_POOL
 
 SLIPS: Mapping[Slip, str] = {
     "own group": "a row is made of its own group only, without the group before it",
+    "this step": "a row is made only of tokens of this step, without the states of earlier ones",
     "zeros": "tokens that the first group lacks count in the softmax, as scores of 0",
     "halves": "the halves of the columns are exchanged between a group and the group before it",
     "late": "the window of a row is one token early",
@@ -25,6 +26,7 @@ SLIPS: Mapping[Slip, str] = {
     "no norm": "a row is not normalized",
 }
 """Mistakes in words."""
+_OF_OVERLAPS = ("own group", "zeros", "halves")
 
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
@@ -41,7 +43,7 @@ def _answer(data: CompressorData, slip: Slip) -> Answer:
 def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     data = cast(CompressorData, data)
     for slip, text in SLIPS.items():
-        if data.compression.overlaps or slip not in ("own group", "zeros", "halves"):
+        if data.compression.overlaps or slip not in _OF_OVERLAPS:
             yield Supposition(text, _answer(data, slip))
 
 

@@ -10,7 +10,7 @@ from .catalogue import fault
 from .compressors import CompressorParent
 
 
-@fault("general", "writes-own-kv")
+@fault("general", "writes-own-kv", "its bias is that of place")
 class BiasOfTheGroupsNumber(CompressorParent):
     """The bias of a score is taken by the number of the group, and not by the place of the token in it."""
 
@@ -18,7 +18,7 @@ class BiasOfTheGroupsNumber(CompressorParent):
         return positions // layer.compress_ratio % layer.compress_ratio
 
 
-@fault("general", "writes-own-kv")
+@fault("general", "writes-own-kv", "of layer")
 class BiasOfTheFirstCompressor(CompressorParent):
     """All layers add the bias of the first."""
 
@@ -26,7 +26,7 @@ class BiasOfTheFirstCompressor(CompressorParent):
         return super().bias_of(self.pool.layers[0])
 
 
-@fault("general", "writes-own-kv")
+@fault("general", "writes-own-kv", "it is rounded to bf16")
 class ScoresStoredInTheModelsDtype(CompressorParent):
     """A score is rounded to bf16 before it is stored, although the pool holds float32."""
 
@@ -34,7 +34,7 @@ class ScoresStoredInTheModelsDtype(CompressorParent):
         return score.bfloat16().float()
 
 
-@fault("general", "matches-oracle writes-own-kv", "halves of the columns are exchanged")
+@fault("general", "writes-own-kv matches-oracle", "halves of the columns are exchanged")
 class HalvesOfColumnsExchanged(CompressorParent):
     """A group reads the columns that are for the group after it, and those of the group before for itself."""
 
@@ -42,7 +42,7 @@ class HalvesOfColumnsExchanged(CompressorParent):
         return not super().is_own(layer, back)
 
 
-@fault("general", "matches-oracle writes-own-kv", "own group only")
+@fault("general", "writes-own-kv matches-oracle", "own group only")
 class GroupBeforeIsNotRead(CompressorParent):
     """Groups do not overlap: the window is that of a layer of the other kind."""
 
@@ -50,7 +50,7 @@ class GroupBeforeIsNotRead(CompressorParent):
         return super().exists(layer, at, back) & self.is_own(layer, back)
 
 
-@fault("general", "matches-oracle writes-own-kv", "the first group lacks count in the softmax")
+@fault("general", "writes-own-kv matches-oracle", "the first group lacks count in the softmax")
 class MissingTokensHaveScoreZero(CompressorParent):
     """The group before the first one is read as zeros, whose scores take part in the softmax."""
 
@@ -58,7 +58,7 @@ class MissingTokensHaveScoreZero(CompressorParent):
         return 0.0
 
 
-@fault("general", "matches-oracle writes-own-kv", "one token early")
+@fault("general", "writes-own-kv matches-oracle", "one token early")
 class WindowOneTokenEarly(CompressorParent):
     """The window ends before the token that completes the group."""
 
@@ -66,7 +66,7 @@ class WindowOneTokenEarly(CompressorParent):
         return at - 1
 
 
-@fault("general", "matches-oracle writes-own-kv", "position of its last token")
+@fault("general", "writes-own-kv matches-oracle", "position of its last token")
 class RotatedByTheLastToken(CompressorParent):
     """A row is rotated by the position of the token that completes it."""
 
@@ -74,7 +74,7 @@ class RotatedByTheLastToken(CompressorParent):
         return positions
 
 
-@fault("general", "matches-oracle writes-own-kv", "number of its group")
+@fault("general", "writes-own-kv matches-oracle", "number of its group")
 class RotatedByTheGroupsNumber(CompressorParent):
     """A row is rotated by its number among the compressed rows."""
 
@@ -82,7 +82,7 @@ class RotatedByTheGroupsNumber(CompressorParent):
         return positions // layer.compress_ratio
 
 
-@fault("general", "matches-oracle writes-own-kv", "first half of the numbers with the second")
+@fault("general", "writes-own-kv matches-oracle", "first half of the numbers with the second")
 class RotatedInHalves(CompressorParent):
     """The rotation pairs number i with number i + 32, as in layers of NeoX."""
 
@@ -92,7 +92,7 @@ class RotatedInHalves(CompressorParent):
         return torch.cat([kept, x * cos - y * sin, y * cos + x * sin], -1)
 
 
-@fault("general", "matches-oracle writes-own-kv")
+@fault("general", "writes-own-kv matches-oracle")
 class EpsilonOfTheFirstLayer(CompressorParent):
     """All layers are normalized with the epsilon of the first."""
 
@@ -100,7 +100,7 @@ class EpsilonOfTheFirstLayer(CompressorParent):
         return self.pool.layers[0].norm_eps
 
 
-@fault("general", "writes-own-kv")
+@fault("general", "writes-own-kv", "whose group no token of this step completes")
 class RowsOfUnfinishedGroupsStored(CompressorParent):
     """Every token stores a row, also in groups that are not complete."""
 
@@ -108,7 +108,7 @@ class RowsOfUnfinishedGroupsStored(CompressorParent):
         return torch.ones_like(complete)
 
 
-@fault("general", "writes-own-kv", modelled="the page is looked up, and not the offset in it")
+@fault("general", "writes-own-kv", "whose group no token of this step completes")
 class PageOfTheTokensCount(CompressorParent):
     """The page of a compressed row is found with the tokens of a page, although it holds fewer compressed rows."""
 
@@ -121,7 +121,7 @@ class PageOfTheTokensCount(CompressorParent):
         return first // layer.compress_ratio + number % rows
 
 
-@fault("general", "completes reads-own-kv matches-oracle writes-own-kv", modes="extend target-verify")
+@fault("general", "writes-own-kv matches-oracle", "only of tokens of this step", modes="extend target-verify")
 class OnlyGroupsThatBeginInTheStep(CompressorParent):
     """A group of which a part came in an earlier step is made only of the rows of this step."""
 
