@@ -1,6 +1,6 @@
-"""Tests of all packages. Helpers that tests of several folders share lie in ``tests/``."""
+"""Tests of all packages. Helpers that tests of several folders share lie in ``tests/``, which is on the path by
+``pyproject.toml``."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,5 +12,4 @@ ROOT = Path(__file__).parent
 def pytest_configure(config: pytest.Config) -> None:
     """Only sessions of this repository: others that collect ``attn_testkit.suite`` load this file, too."""
     if config.rootpath == ROOT:
-        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "warm")]
         config.pluginmanager.import_plugin("session_of_tests")
