@@ -64,6 +64,8 @@ def states_with(word: str) -> str:
 
 
 OF_STATES = [(word, states_with(word)) for row in table("Of layers that keep a state") for word in words(row[0])]
+COMPRESSED = "decode-compressor1-d64-bf16-p128-k5.9-shuffled-gauss-ratio8-b2prod"
+OF_COMPRESSORS = [(word, COMPRESSED) for row in table("Of layers that compress keys") for word in words(row[0])]
 
 
 def kinds() -> list[re.Pattern[str]]:
@@ -104,7 +106,7 @@ def with_word(case_id: str, word: str) -> str:
 
 def test_every_word_of_the_page_parses() -> None:
     of_modes = [(word, PLAIN[mode]) for word, mode in (*EVERYWHERE, *OF_MODES, *OPTIONAL)]
-    for word, case_id in (*of_modes, *OF_STATES):
+    for word, case_id in (*of_modes, *OF_STATES, *OF_COMPRESSORS):
         changed = with_word(case_id, word)
         assert f"-{word}" in changed
         assert parse_case(changed).id == changed
@@ -125,7 +127,7 @@ def test_every_mode_is_on_the_page_and_parses() -> None:
 
 
 def test_every_word_that_the_parser_knows_is_on_the_page() -> None:
-    shown = [word for word, _ in (*EVERYWHERE, *OF_MODES, *OPTIONAL, *OF_STATES)]
+    shown = [word for word, _ in (*EVERYWHERE, *OF_MODES, *OPTIONAL, *OF_STATES, *OF_COMPRESSORS)]
     assert [kind.pattern for kind in kinds() if not any(kind.fullmatch(word) for word in shown)] == []
 
 
@@ -145,5 +147,7 @@ def test_every_field_of_a_case_can_be_said_by_a_word_of_the_page() -> None:
         said |= {name for name, value in one.values.items() if value != other.values[name]}
     of_states = [(parse_case(with_word(each, word)), parse_case(each)) for word, each in OF_STATES]
     said |= {"state" for one, other in of_states if one.state != other.state}
+    compressed = {parse_case(with_word(COMPRESSED, word)).compression for word, _ in OF_COMPRESSORS}
+    said |= {"compression"} if len(compressed) > 1 else set()
     of_rows = {field.name for rows in get_args(Rows) for field in fields(rows)}
     assert said | {"v2"} == DEFAULTS.keys() - {"rows"} | of_rows

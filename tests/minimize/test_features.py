@@ -39,6 +39,8 @@ def test_every_feature_is_that_of_some_case() -> None:
     seen |= set(odd_features(by_id("extend-mha2-d64-bf16-p1-k0-n1a1-contiguous-gauss-pcp2zigzag-b1prod"), EXTEND))
     seen |= set(odd_features(by_id("decode-mha2-d64-bf16-p1-k9-contiguous-gauss-handed1to1p1nhd-b1prod"), DECODE))
     seen |= set(odd_features(by_id("decode-mha2-d64-bf16-p1-k9-contiguous-gauss-offloadlayerfirst-b1prod"), DECODE))
+    compressed = "decode-compressor1-d64-bf16-p16-k9-contiguous-gauss-ratio4-b1prod"
+    seen |= set(odd_features(by_id(compressed), DECODE))
     encoder = "extend-mha2-d64-bf16-p1-k0-n1a1-contiguous-gauss-b1prod-noncausal-encoder"
     seen |= set(odd_features(by_id(encoder), EXTEND))
     assert list(FEATURES) == [name for name in FEATURES if name in seen]

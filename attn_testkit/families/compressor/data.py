@@ -22,6 +22,8 @@ from ...steps.data import KEPT_BYTES, StepData, bytes_in, make_step_data, number
 from ...steps.schedule import Schedule, Step
 
 _SEED, _MIXED = 0xC03B, 0x9E3779B1
+_EPSILONS = (1e-6, 0.25)
+"""Epsilons of layers: that of models, and one that counts next to squares of about 1."""
 
 
 def compression_of(case: Fields) -> Compression:
@@ -43,7 +45,7 @@ def layers(case: Fields) -> tuple[CompressorLayer, ...]:
             scaling=0.0, family="compressor", compress_ratio=compression.ratio, overlaps=compression.overlaps,
             ape=normals((compression.ratio, columns), rng).float(),
             norm_weight=1.0 + normals((wide,), rng).float() / 4,
-            norm_eps=(1e-6, 1e-3)[place % 2],
+            norm_eps=_EPSILONS[place % len(_EPSILONS)],
         )
         for place in range(case.layers.count)
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_testkit.contract import CompressorLayer, ForwardBatch
+from attn_testkit.contract import BackendContext, CompressorLayer, ForwardBatch
 
 from .catalogue import fault
 from .compressors import CompressorParent
@@ -141,10 +141,19 @@ class GroupsByTheLengthOfTheRequest(CompressorParent):
 class GroupsOfTheCapture(CompressorParent):
     """The plan counts the rows that complete a group on the host, and a graph keeps those of its capture."""
 
+    bucket = 0
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.kept: dict[int, torch.Tensor] = {}
+
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture:
-            self.kept = batch.positions.long().clone()
+            self.kept[batch.batch_size] = batch.positions.long().clone()
+        self.bucket = batch.batch_size
 
     def completes(self, layer: CompressorLayer, positions: torch.Tensor) -> torch.Tensor:
-        return super().completes(layer, self.kept if torch.cuda.is_current_stream_capturing() else positions)
+        return super().completes(
+            layer, self.kept[self.bucket] if torch.cuda.is_current_stream_capturing() else positions
+        )
