@@ -220,7 +220,7 @@ def _reserved_memory(context: BackendContext) -> Iterator[torch.Tensor]:
         yield part[0]
     yield from context.index_pool.memory[:, 0] if context.index_pool else ()
     if context.compressor:
-        yield from context.compressor.pool.page_0(context.page_size)
+        yield from context.compressor.pool.page_0()
 
 
 class ServerHarness:

@@ -72,8 +72,12 @@ class TorchNativeCompressorBackend(CompressorBackend):
         rows = torch.where(ends[:, None], self.rows_of(layer, positions, ends), 0.0).to(kv.dtype)
         # Rows that end no group are stored in page 0, since a store has a fixed number of rows.
         target = torch.where(ends, slots // layer.compress_ratio, 0)
-        self.pool.get_rows(layer.layer_id).index_put_((target,), rows)
+        self.put(layer, target, rows)
         return rows
+
+    def put(self, layer: CompressorLayer, target: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store compressed rows."""
+        self.pool.get_rows(layer.layer_id).index_put_((target,), rows)
 
     def ends(self, layer: CompressorLayer, positions: torch.Tensor) -> torch.Tensor:
         """[T] bool: tokens with which a group is complete."""

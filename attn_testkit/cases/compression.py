@@ -14,8 +14,12 @@ class Compression:
     overlaps: bool = False
     """A row is made of its group and the one before it."""
 
+    rows: str = "same"
+    """Row format of compressed rows, or ``same`` for the model's dtype."""
+
     def __str__(self) -> str:
-        return f"ratio{self.ratio}{'overlap' * self.overlaps}"
+        packed = "" if self.rows == "same" else f".{self.rows.replace('_', '')}"
+        return f"ratio{self.ratio}{'overlap' * self.overlaps}{packed}"
 
     @property
     def window(self) -> int:

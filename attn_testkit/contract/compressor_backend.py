@@ -44,5 +44,5 @@ class CompressorBackend(AttentionBackend):
         Rows of padded requests may hold anything, and may write page 0.
 
         Returns [T, D] or [T, 1, D] in the model's dtype: the compressed row of a token that completes its group, and
-        finite numbers of other tokens.
+        finite numbers of other tokens. In a row format it is the row before it is packed, or what the pool holds.
         """

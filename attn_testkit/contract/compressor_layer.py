@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from .head_layout import HEAD_LAYOUTS, HeadLayout
 from .layer import AttentionLayer
+from .row_format import ROW_FORMATS, PackedRows
 
 __all__ = ["COMPRESSED_ROPE", "CompressorContext", "CompressorLayer", "CompressorPool"]
 
@@ -76,6 +77,8 @@ class CompressorPool:
 
     Slots are those of ``req_to_token`` and ``out_cache_loc``. The compressed row of a group is row ``slot // r`` of
     its layer, where ``slot`` is that of any token of the group: a page holds whole groups.
+
+    In a row format a page has the numbers of its rows first, and then the scales of its rows, as the format says.
     """
 
     def __init__(
@@ -84,32 +87,63 @@ class CompressorPool:
         layers: Sequence[CompressorLayer],
         dtype: torch.dtype,
         device: torch.device,
+        page_size: int,
+        row_format: str = "same",
         make: Callable[..., torch.Tensor] = torch.zeros,
     ) -> None:
         """Allocate the memory of ``slots`` slots. ``make``: allocates as ``torch.zeros(shape, dtype=, device=)``."""
         self.layers = tuple(layers)
         self.num_slots, self.dtype, self.device = slots, dtype, device
+        self.page_size = page_size
+        """Tokens of a page."""
+        self.row_format = row_format
+        """``same``, or the row format of compressed rows."""
         self._states = {
             layer.layer_id: make((slots, 2, layer.width), dtype=torch.float32, device=device) for layer in layers
         }
-        self._rows = {
-            layer.layer_id: make((slots // layer.compress_ratio, layer.head_dim), dtype=dtype, device=device)
-            for layer in layers
-        }
+        self._rows = {layer.layer_id: self._rows_of(layer, make) for layer in layers}
+
+    def _rows_of(self, layer: CompressorLayer, make: Callable[..., torch.Tensor]) -> torch.Tensor:
+        rows = self.num_slots // layer.compress_ratio
+        if self.row_format == "same":
+            return make((rows, layer.head_dim), dtype=self.dtype, device=self.device)
+        pages, form = self.num_slots // self.page_size, ROW_FORMATS[self.row_format]
+        size = form.page_bytes(rows // pages * form.of(layer).nbytes)
+        return make((pages, size), dtype=torch.uint8, device=self.device)
+
+    def packed(self, layer: CompressorLayer) -> PackedRows | None:
+        """Format of the rows of a layer; None for rows in the model's dtype."""
+        return None if self.row_format == "same" else ROW_FORMATS[self.row_format].of(layer)
 
     def get_states(self, layer_id: int) -> torch.Tensor:
         """[slots, 2, c * D] float32: ``kv`` of a token, then ``score + ape[position % r]``. Raises ``KeyError``."""
         return self._states[layer_id]
 
     def get_rows(self, layer_id: int) -> torch.Tensor:
-        """[slots // r, D] in the model's dtype: compressed rows. Raises ``KeyError``."""
+        """[slots // r, D] in the model's dtype: compressed rows. In a row format [pages, bytes] uint8, whole pages:
+        ``get_row_planes`` has their rows. Raises ``KeyError``."""
         return self._rows[layer_id]
 
-    def page_0(self, page_size: int) -> Iterator[torch.Tensor]:
+    def get_row_planes(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[pages, page_size // r, bytes] uint8 each: numbers and scales of rows in a row format, views of the pages.
+        Row i is row ``i % (page_size // r)`` of page ``i // (page_size // r)``. Raises ``KeyError``."""
+        layer = next(each for each in self.layers if each.layer_id == layer_id)
+        return self.planes_of(layer, self._rows[layer_id])
+
+    def planes_of(self, layer: CompressorLayer, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``get_row_planes`` of other memory of the same shape."""
+        packed, rows = self.packed(layer), self.page_size // layer.compress_ratio
+        assert packed is not None
+        apart = packed.nbytes_apart
+        inside = packed.nbytes - apart
+        numbers, scales = pages[:, : rows * inside], pages[:, rows * inside : rows * packed.nbytes]
+        return numbers.view(len(pages), rows, inside), scales.view(len(pages), rows, apart)
+
+    def page_0(self) -> Iterator[torch.Tensor]:
         """States and rows of page 0 of each layer, which padded rows may write."""
         for layer, (states, rows) in zip(self.layers, self.parts, strict=True):
-            yield states[:page_size]
-            yield rows[: page_size // layer.compress_ratio]
+            yield states[: self.page_size]
+            yield rows[0] if self.row_format != "same" else rows[: self.page_size // layer.compress_ratio]
 
     @property
     def parts(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

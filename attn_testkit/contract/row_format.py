@@ -265,7 +265,7 @@ class RowFormat:
         tiled = width - (self.rope_in_value or 0)
         tiles = tiled > 0 and all(tiled % ((plane.tile or 1) * plane.stride) == 0 for plane in self.planes)
         after = rope is None or not self.latent or (rope == 0) == (self.rope_in_value is not None)
-        kind = layout.values_in_keys == self.latent and layout.has_keys
+        kind = self.latent == (layout.values_in_keys or layout.compresses) and not layout.has_state
         return kind and dtype in self.dtypes and tiles and after
 
     @property

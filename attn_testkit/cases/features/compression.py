@@ -8,6 +8,7 @@ from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.compressor_layer import COMPRESSED_ROPE
+from ...contract.row_format import ROPE_IN_VALUE, ROW_FORMATS
 from ...glossary import Entry
 from ..compression import Compression
 from ..fields import Changes, Fields
@@ -15,15 +16,18 @@ from ..plan import Plan
 from .feature import Asked, Bound, Columns, Covered, Feature, OnSteps, Row, Trait, Word, of_fields
 from .outside import first_undeclared
 
+ROWS = ("same", *sorted(ROPE_IN_VALUE))
+"""Compressed rows in memory, the simplest first."""
+_WORDS = {rows.replace("_", ""): rows for rows in ROWS[1:]}
+
 
 def declared_compressions(declared: Capabilities) -> list[Compression]:
     """Declared groups, the smallest first."""
     each = declared.compressor
     if each is None:
         return []
-    found = [Compression(ratio) for ratio in each.ratios]
-    found += [Compression(ratio, overlaps=True) for ratio in each.overlapping_ratios]
-    return sorted(found, key=lambda one: (one.ratio, one.overlaps))
+    kinds = [(ratio, False) for ratio in each.ratios] + [(ratio, True) for ratio in each.overlapping_ratios]
+    return [Compression(*kind, rows) for rows in ROWS if rows in each.rows for kind in sorted(kinds)]
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
@@ -87,6 +91,9 @@ def _wrong(case: Fields) -> str:
         return f"{compression} and pages of {case.page_size}: a page holds whole groups"
     if case.head_dim < COMPRESSED_ROPE:
         return f"{compression} and rows of {case.head_dim}: {COMPRESSED_ROPE} numbers of a row are rotated"
+    form = ROW_FORMATS.get(compression.rows)
+    if form and not form.fits(case.heads.layout, case.dtype, case.head_dim):
+        return f"{compression} and rows of {case.head_dim} in {case.dtype}: such rows are of {form.needs}"
     return ""
 
 
@@ -94,7 +101,8 @@ def _phrase(case: Fields) -> str:
     if case.compression is None:
         return ""
     overlap = ", and of the group before it" if case.compression.overlaps else ""
-    return f"a row of each {case.compression.ratio} tokens{overlap}"
+    packed = "" if case.compression.rows == ROWS[0] else f", in {case.compression.rows}"
+    return f"a row of each {case.compression.ratio} tokens{overlap}{packed}"
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -125,8 +133,10 @@ COMPRESSION = Feature(
     wrong=_wrong,
     words=(
         Word(
-            r"ratio(\d+)(overlap)?",
-            lambda match, so_far: {"compression": Compression(int(match[1]), match[2] is not None)},
+            rf"ratio(\d+)(overlap)?(?:\.({'|'.join(_WORDS)}))?",
+            lambda match, so_far: {
+                "compression": Compression(int(match[1]), match[2] is not None, _WORDS.get(match[3], ROWS[0]))
+            },
             lambda case: str(case.compression or ""),
             bounds=(Bound("tokens of a group", 2, 1024),),
         ),
@@ -135,7 +145,7 @@ COMPRESSION = Feature(
         Entry(
             "ratio4overlap",
             "Layers make one row of each group of 4 tokens and the group before it; without `overlap` only of "
-            "the group.",
+            "the group. `.fp8dsmlav4`: rows in memory are packed.",
             also=("compression ratio", "compress_ratio"),
             page="how-to/compressors.md",
             numbers=True,

@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ...contract import COMPRESSED_ROPE, CompressorLayer
+from ...contract import COMPRESSED_ROPE, CompressorLayer, PackedRows
+from ...contract.row_format import in_tiles
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from .data import CompressorData, rope_table
 
@@ -70,8 +71,28 @@ def compress(data: CompressorData, slip: Slip = "") -> Compressed:
     if slip == "no rotation":
         table = torch.cat([torch.ones_like(table), torch.zeros_like(table)], -1)[:, ::2]
     for index, layer in enumerate(data.layers):
-        rows[index, ends], limit[index, ends] = _row(layer, found[index].double(), there, table, data.dtype, slip)
+        made, off = _row(layer, found[index].double(), there, table, data.dtype, slip)
+        if data.packed is not None and len(made):
+            off = off + _packing(data.packed, made, off)
+        rows[index, ends], limit[index, ends] = made, off
     return Compressed(rows, limit, ends)
+
+
+def _packing(packed: PackedRows, rows: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+    """How far packing moves rows [n, D] that are known to within ``off``. The scale of a tile may be the next power of
+    two, if its largest number is near one."""
+    moved = torch.zeros_like(rows)
+    for plane in packed.scale_planes:
+        part, numbers = packed.part(plane), packed.numbers_of(plane).dtype
+        most = in_tiles(rows[..., part].abs() + off[..., part], plane.tile).amax(-1, keepdim=True)
+        scale = (4 * most / torch.finfo(numbers).max).clamp(min=2 * plane.smallest)
+        sizes = in_tiles(rows[..., part].abs() + off[..., part], plane.tile)
+        moved[..., part] = (UNIT_ROUNDOFF["fp8_e4m3"] * sizes + scale * _HALF_OF_THE_SMALLEST).flatten(-2)
+    return moved
+
+
+_HALF_OF_THE_SMALLEST = 2.0**-10
+"""Half of the smallest number of e4m3."""
 
 
 def _row(

@@ -17,7 +17,7 @@ from cachetools import LRUCache, cached
 from ...cases.compression import Compression
 from ...cases.fields import Fields
 from ...cases.normals import normals
-from ...contract import COMPRESSED_ROPE, CompressorLayer
+from ...contract import COMPRESSED_ROPE, ROW_FORMATS, CompressorLayer, PackedRows
 from ...steps.data import KEPT_BYTES, StepData, bytes_in, make_step_data, numbers_of
 from ...steps.schedule import Schedule, Step
 
@@ -44,7 +44,8 @@ def layers(case: Fields) -> tuple[CompressorLayer, ...]:
             layer_id=case.layers.first + place, tp_q_head_num=1, tp_k_head_num=1, head_dim=wide, v_head_dim=wide,
             scaling=0.0, family="compressor", compress_ratio=compression.ratio, overlaps=compression.overlaps,
             ape=normals((compression.ratio, columns), rng).float(),
-            norm_weight=1.0 + normals((wide,), rng).float() / 4,
+            # Tiles of a row format differ in size, so that each needs a scale of its own.
+            norm_weight=(1.0 + normals((wide,), rng).float() / 4) * torch.exp2(torch.arange(wide) // 32 % 5 - 2.0),
             norm_eps=_EPSILONS[place % len(_EPSILONS)],
         )
         for place in range(case.layers.count)
@@ -76,6 +77,12 @@ class CompressorData(StepData):
     compression: Compression = field(default_factory=lambda: Compression(2))
     dtype: str = "bf16"
     """Dtype of the model, by its name."""
+
+    @property
+    def packed(self) -> PackedRows | None:
+        """Format of compressed rows in memory; None: the model's dtype."""
+        form = ROW_FORMATS.get(self.compression.rows)
+        return form.of(self.layers[0]) if form else None
 
     @cached_property
     def states(self) -> torch.Tensor:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from ...contract import BackendContext
-from ...contract.compressor_layer import CompressorPool
+from ...contract.compressor_layer import CompressorLayer, CompressorPool
+from ...contract.row_format import ALL_NAN
 from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
@@ -32,9 +33,9 @@ _Parts = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 class CompressorWatch:
     """A watch of a ``CompressorPool``."""
 
-    def __init__(self, pool: CompressorPool, page_size: int) -> None:
+    def __init__(self, pool: CompressorPool) -> None:
         self.bits = torch.int32
-        self._pool, self._page_size, self._device = pool, page_size, pool.device
+        self._pool, self._page_size, self._device = pool, pool.page_size, pool.device
         self._ratio, self._wide = pool.layers[0].compress_ratio, 2 * pool.layers[0].width
         self._now: _Parts = pool.parts
         self._before: _Parts = tuple((states.clone(), rows.clone()) for states, rows in pool.parts)
@@ -47,7 +48,11 @@ class CompressorWatch:
     def _fill(self, unowned: float) -> None:
         for pair in self._before:
             for part in pair:
-                part.fill_(unowned)
+                if part.dtype == torch.uint8:
+                    # A byte of ALL_NAN is NaN in every plane of a row.
+                    part.fill_(ALL_NAN if math.isnan(unowned) else 0)
+                else:
+                    part.fill_(unowned)
 
     def fill(self, name: object, held: Callable[[], tuple[_Ints, _Bytes]], unowned: float) -> None:
         """Do the work of ``Watch.fill``. Compressed rows are never read, so none is held."""
@@ -69,19 +74,22 @@ class CompressorWatch:
 
     def clear_page_0(self) -> None:
         """Fill the states and compressed rows of page 0 with zeros."""
-        for part in self._pool.page_0(self._page_size):
+        for part in self._pool.page_0():
             part.zero_()
 
     def _changed(self) -> torch.Tensor:
         """[slots] uint8: 1 for a slot whose state changed, or the compressed row that belongs to it."""
         found = torch.zeros(self._pool.num_slots, dtype=torch.bool, device=self._device)
-        for now, before in zip(self._now, self._before, strict=True):
-            of_state, of_row = (
-                (_bits(one) != _bits(other)).flatten(1).any(1) for one, other in zip(now, before, strict=True)
-            )
-            found |= of_state
-            found[self._ratio - 1 :: self._ratio] |= of_row
+        layers = zip(self._pool.layers, self._now, self._before, strict=True)
+        for layer, (state, rows), (state_before, rows_before) in layers:
+            found |= (_bits(state) != _bits(state_before)).flatten(1).any(1)
+            for one, other in zip(self._planes(layer, rows), self._planes(layer, rows_before), strict=True):
+                found[self._ratio - 1 :: self._ratio] |= (_bits(one) != _bits(other)).any(-1).flatten()
         return found.view(torch.uint8)
+
+    def _planes(self, layer: CompressorLayer, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of the planes of compressed rows [..., numbers], or of the rows."""
+        return (rows,) if self._pool.packed(layer) is None else self._pool.planes_of(layer, rows)
 
     def written_since_clear(self) -> _Ints:
         """Do the work of ``Watch.written_since_clear``."""
@@ -91,10 +99,15 @@ class CompressorWatch:
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
         """[L, n, numbers] float32 of what slots hold now."""
         last = (slots % self._ratio == self._ratio - 1)[:, None]
-        return torch.stack([
-            torch.cat([states[slots].flatten(1), torch.where(last, rows[slots // self._ratio].float(), 0.0)], -1)
-            for states, rows in self._now
-        ])  # fmt: skip
+        found = []
+        for layer, (states, rows) in zip(self._pool.layers, self._now, strict=True):
+            packed, at = self._pool.packed(layer), slots // self._ratio
+            if packed is None:
+                own = rows[at].float()
+            else:
+                own = packed.unpack(torch.cat([plane.flatten(0, 1)[at] for plane in self._planes(layer, rows)], -1))
+            found.append(torch.cat([states[slots].flatten(1), torch.where(last, own, 0.0)], -1))
+        return torch.stack(found)
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Do the work of ``Watch.look``: flags of slots, rows of those of ``due``."""
@@ -119,7 +132,7 @@ class CompressorWatch:
 
 
 def _bits(part: torch.Tensor) -> torch.Tensor:
-    return part.view({2: torch.int16, 4: torch.int32}[part.dtype.itemsize])
+    return part.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.dtype.itemsize])
 
 
 def _held(
@@ -180,7 +193,7 @@ def _stored(data: StepData) -> Stored:
 
 def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     assert context.compressor is not None
-    return CompressorWatch(context.compressor.pool, context.page_size)
+    return CompressorWatch(context.compressor.pool)
 
 
 COMPRESSOR_POOL = Memory(watch=_watch, held=_held, image=_image, stored=_stored)

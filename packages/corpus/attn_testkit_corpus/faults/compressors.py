@@ -92,8 +92,12 @@ class CompressorParent(CompressorBackend):
         row = torch.where(complete[:, None], row, 0.0)
         stored = self.stored(layer, positions, complete)
         target = torch.where(stored, self.target(layer, slots, positions, pages), 0)
-        self.pool.get_rows(layer.layer_id)[target] = torch.where(stored[:, None], row, 0.0)
+        self.put(layer, target, torch.where(stored[:, None], row, 0.0))
         return row
+
+    def put(self, layer: CompressorLayer, target: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store compressed rows [T, D] in rows ``target`` [T] of the pool."""
+        self.pool.get_rows(layer.layer_id)[target] = rows
 
     def bias_of(self, layer: CompressorLayer) -> torch.Tensor:
         """[r, c * D]: bias of the layer."""
@@ -189,3 +193,41 @@ class CompressorParent(CompressorBackend):
         tail = row[:, -_TURNED:].unflatten(-1, (-1, 2))
         crossed = torch.stack([-tail[..., 1], tail[..., 0]], -1).flatten(1)
         return torch.cat([row[:, :-_TURNED], row[:, -_TURNED:] * cos + crossed * sin], -1)
+
+
+class PackedParent(CompressorParent):
+    """A right backend of rows of DeepSeek V4: FP8 with a power of two per 64 numbers, and a rope part in bf16."""
+
+    capabilities = CompressorParent.capabilities.with_changes(
+        heads={"families": {"compressor"}, "gqa_ratios": {1}, "head_dims": {512}},
+        compressor=Compressor(ratios={16}, overlapping_ratios={4}, rows={"fp8_ds_mla_v4"}),
+    )
+
+    @override
+    def put(self, layer: CompressorLayer, target: torch.Tensor, rows: torch.Tensor) -> None:
+        tiles = rows[:, :-_TURNED].float().unflatten(-1, (-1, 64))
+        exponents = self.exponents(torch.ceil(torch.log2(tiles.abs().amax(-1).clamp(min=0.05) / 448.0)))
+        numbers = torch.clamp(tiles * torch.exp2(-exponents)[..., None], -448.0, 448.0).to(torch.float8_e4m3fn)
+        raw = torch.cat([numbers.flatten(1).view(torch.uint8), rows[:, -_TURNED:].contiguous().view(torch.uint8)], 1)
+        scales = torch.zeros(len(rows), 8, dtype=torch.uint8, device=rows.device)
+        scales[:, :-1] = (exponents + 127).to(torch.uint8)
+        self.put_bytes(layer, target, raw, scales)
+
+    def exponents(self, exact: torch.Tensor) -> torch.Tensor:
+        """[T, 7] float32: exponents of the scales of tiles."""
+        return exact
+
+    def put_bytes(self, layer: CompressorLayer, target: torch.Tensor, raw: torch.Tensor, scales: torch.Tensor) -> None:
+        """Store numbers [T, 576] and scales [T, 8], both bytes."""
+        pages, rows = self.pool.get_rows(layer.layer_id), self.context.page_size // layer.compress_ratio
+        page, place = (target // rows)[:, None], (target % rows)[:, None]
+        pages[page, self.first_of_numbers(place) + torch.arange(576, device=raw.device)] = raw
+        pages[page, self.first_of_scales(place, rows) + torch.arange(8, device=raw.device)] = scales
+
+    def first_of_numbers(self, place: torch.Tensor) -> torch.Tensor:
+        """First byte of the numbers of a row in its page."""
+        return place * 576
+
+    def first_of_scales(self, place: torch.Tensor, rows: int) -> torch.Tensor:
+        """First byte of the scales of a row in its page, which has this many rows."""
+        return rows * 576 + place * 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .catalogue import control
-from .compressors import CompressorParent
+from .compressors import CompressorParent, PackedParent
 
 
 @control("compressors")
@@ -23,3 +23,8 @@ class CompressedSumsRoundedBeforeTheNorm(CompressorParent):
 
     def turned(self, row: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         return super().turned(row.to(self.context.dtype).float(), by)
+
+
+@control()
+class PackedCompressedRows(PackedParent):
+    """Rows of 584 bytes, packed with bytes of a page by hand, as vLLM's and SGLang's kernels of DeepSeek V4 do."""

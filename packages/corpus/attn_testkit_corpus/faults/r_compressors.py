@@ -7,7 +7,7 @@ import torch
 from attn_testkit.contract import BackendContext, CompressorLayer, ForwardBatch
 
 from .catalogue import fault
-from .compressors import CompressorParent
+from .compressors import CompressorParent, PackedParent
 
 
 @fault("general", "writes-own-kv", "its bias is that of place")
@@ -157,3 +157,30 @@ class GroupsOfTheCapture(CompressorParent):
         return super().completes(
             layer, self.kept[self.bucket] if torch.cuda.is_current_stream_capturing() else positions
         )
+
+
+@fault("general", "writes-own-kv")
+class ScaleOfTheFirstTile(PackedParent):
+    """All tiles of a packed row are divided by the scale of the first."""
+
+    def exponents(self, exact: torch.Tensor) -> torch.Tensor:
+        return exact[:, :1].expand_as(exact)
+
+
+@fault("general", "writes-own-kv")
+class ScalesAfterEachRow(PackedParent):
+    """The scales of a row are stored after its numbers, and not after the numbers of the page."""
+
+    def first_of_numbers(self, place: torch.Tensor) -> torch.Tensor:
+        return place * 584
+
+    def first_of_scales(self, place: torch.Tensor, rows: int) -> torch.Tensor:
+        return place * 584 + 576
+
+
+@fault("general", "writes-own-kv")
+class ScalesOfAnotherFp8(PackedParent):
+    """Scales are those of e5m2, whose largest number is 57,344: they are too small, and numbers saturate."""
+
+    def exponents(self, exact: torch.Tensor) -> torch.Tensor:
+        return exact - 7
