@@ -814,7 +814,7 @@ RULES: tuple[Rule, ...] = (
         "A request whose memory another instance hands over has the sender's bits in every layer and pool.",
         ("received-as-sent", "matches-oracle"),
         ("handed memory", "page size", "KV layout"),
-        ("sglang #23746", "vLLM #37638", "vLLM #55208"),
+        ("sglang #23746", "vLLM #37638"),
         "The server moves the bytes, and says which slots and states belong to a request on both sides.",
         declared=("receives",),
     ),
