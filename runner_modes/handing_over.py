@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from attn_testkit.cases.features.handed import handed_of
+from attn_testkit.cases.features.handed import handed_of, state_key_heads
 from attn_testkit.checks.places import Place
 from attn_testkit.contract import (
     AttentionBackend,
@@ -72,6 +72,7 @@ class Receiver(Mover):
         self._context, self._handed = context, handed
         self._rank = case.derived("receiving-rank", handed.ranks)
         self._kv_heads = handed.total(case.heads.kv_heads)
+        self._state_keys = 0 if context.state is None else state_key_heads(case, handed)
         steps = [step for schedule in schedules for step in schedule.every_step]
         counts = (sum(-(-each.prefix // handed.page) for each in step.requests) for step in steps)
         self._pages, self._rows = max(counts) + _SPARE_PAGES, max(step.bs for step in steps) + 2
@@ -105,11 +106,10 @@ class Receiver(Mover):
             return None
         own, handed = self._context.state.pool, self._handed
 
-        def there(heads: int) -> int:
-            return heads * handed.ranks // handed.senders
-
+        keys = len(heads_of_rank(0, handed.senders, self._state_keys))
         layers = tuple(
-            replace(each, tp_k_head_num=there(each.k_heads), tp_q_head_num=there(each.v_heads)) for each in own.layers
+            replace(each, tp_k_head_num=keys, tp_q_head_num=each.v_heads * handed.ranks // handed.senders)
+            for each in own.layers
         )
         return StatePool(
             self._rows + 1, layers, own.conv_dtype, own.dtype, own.device, own.order,
@@ -120,8 +120,10 @@ class Receiver(Mover):
         self, groups: Sequence[KVGroup], index: IndexPool | None, states: StatePool | None, ranks: int
     ) -> list[Pool]:
         """The pools of one of ``ranks`` ranks: those of groups, of index keys, of states."""
-        heads = self._handed.heads
-        return pools_of(groups, index, states, lambda here: heads or here * ranks, lambda here: here * ranks)
+        return pools_of(
+            groups, index, states, lambda here: self._handed.heads or here * ranks,
+            lambda here, of_values: here * ranks if of_values else self._state_keys,
+        )  # fmt: skip
 
     @override
     def move(self, backend: AttentionBackend, schedule: Schedule, step: Step, in_groups: InGroups) -> Wrong:
@@ -141,7 +143,9 @@ class Receiver(Mover):
                     table.write(of.own, nothing_like(held))
         sent = [[pool.copies() for pool in pools] for pools in self._sent]
         with blame("receive", step.label):
-            backend.receive(HandOver(self._senders, requests, self._rank, self._handed.ranks, self._kv_heads))
+            backend.receive(
+                HandOver(self._senders, requests, self._rank, self._handed.ranks, self._kv_heads, self._state_keys)
+            )
         with past_modes():
             wrong = [each for index, of in enumerate(rows) for each in self._wrong(index, before[index], of)]
             for rank, (pools, whole) in enumerate(zip(self._sent, sent, strict=True)):

@@ -159,12 +159,15 @@ def _of_index(pool: IndexPool) -> Pool:
     return Pool(tuple(tables), (pool.memory.view(-1),))
 
 
-def _of_states(pool: StatePool, total: Callable[[int], int]) -> Pool:
+def _of_states(pool: StatePool, total: Callable[[int, bool], int]) -> Pool:
     tables, used = [], torch.zeros(pool.memory.numel(), dtype=torch.bool, device=pool.device)
     for layer in pool.layers:
         window, state = pool.conv(layer.layer_id), pool.temporal(layer.layer_id)
-        parts = tuple(Part(heads, total(heads), width * window.shape[2]) for heads, width in layer.channels)
-        one = (Part(layer.v_heads, total(layer.v_heads), layer.v_dim * layer.k_dim),)
+        parts = tuple(
+            Part(heads, total(heads, part == layer.of_kind.value_part), width * window.shape[2])
+            for part, (heads, width) in enumerate(layer.channels)
+        )
+        one = (Part(layer.v_heads, total(layer.v_heads, True), layer.v_dim * layer.k_dim),)
         for what, view, of in (("window", window, parts), ("state", state, one)):
             if view.numel():
                 bits = view.view(BITS[view.dtype.itemsize])
@@ -226,10 +229,10 @@ def pools_of(
     index: IndexPool | None,
     states: StatePool | None,
     keys_in_all: Callable[[int], int],
-    states_in_all: Callable[[int], int],
+    states_in_all: Callable[[int, bool], int],
 ) -> list[Pool]:
-    """The pools of an instance: those of KV groups, of index keys, of states. The functions map heads of this rank to
-    those of all ranks."""
+    """The pools of an instance: those of KV groups, of index keys, of states. The functions map the number of heads of
+    this rank to that of all ranks; the bool says whether they are value heads."""
     found = [_of_keys(group.kv_pool, keys_in_all) for group in groups]
     found += [] if index is None else [_of_index(index)]
     return found + ([] if states is None else [_of_states(states, states_in_all)])

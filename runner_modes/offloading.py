@@ -147,7 +147,7 @@ class Offloader(Mover):
         self._context, self._by_layer = context, offloads.by_layer
         self._groups = tuple(group for group in context.groups if group.kv_pool.layers)
         states = None if context.state is None else context.state.pool
-        self._own = pools_of(self._groups, context.index_pool, states, lambda here: here, lambda here: here)
+        self._own = pools_of(self._groups, context.index_pool, states, lambda here: here, lambda here, _: here)
         case, steps = schedules[0].case, [step for schedule in schedules for step in schedule.every_step]
         self._page = page = case.page_size
         # A step leaves once before it runs, and once while it is in flight.

@@ -76,7 +76,7 @@ def receive_index(pool: IndexPool, sender: IndexPool | None, slots: torch.Tensor
 
 
 def receive_states(context: BackendContext, handed: HandOver) -> None:
-    """Copy windows, whose parts are divided among ranks one by one, and states."""
+    """Copy windows, whose parts are divided among ranks one by one, and states. Ranks may share groups of Mamba2."""
     assert context.state is not None
     device = context.device
     slots = torch.tensor([each.state_slot for each in handed.requests], device=device)
@@ -88,7 +88,9 @@ def receive_states(context: BackendContext, handed: HandOver) -> None:
             own[1][slots, here] = pools[rank].temporal(layer.layer_id)[sent, there]
         starts = [0] * (len(handed.senders) + 1)
         for part, (heads, width) in enumerate(layer.channels):
-            for here, rank, there in from_ranks(handed, heads * handed.tp_size):
+            of_values = part == layer.of_kind.value_part
+            total = heads * handed.tp_size if of_values else handed.state_key_heads
+            for here, rank, there in from_ranks(handed, total):
                 first, at = starts[-1] + here * width, starts[rank] + there * width
                 window = pools[rank].conv(layer.layer_id)
                 own[0][slots, first : first + width] = window[sent, at : at + width]

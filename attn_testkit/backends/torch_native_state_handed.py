@@ -24,7 +24,9 @@ class TorchNativeStateHandedBackend(TorchNativeHybridBackend):
         state=State(
             k_dims={32}, conv_widths={1, 2, 4}, dtypes={"fp32", "bf16"}, orders={"vk", "kv"}, strided=True, hybrid=True
         ),
-        receives=Receives(page_sizes=frozenset({4, 16}), kv_layouts={"nhd", "hnd"}, ranks=frozenset(SENDER_RANKS)),
+        receives=Receives(
+            page_sizes=frozenset({4, 16}), kv_layouts={"nhd", "hnd"}, ranks=frozenset(SENDER_RANKS), shared_heads=True
+        ),
     )
 
     @override

@@ -21,6 +21,7 @@ from ..contract import Capabilities, ForwardMode
 from ..contract.state import CONTINUES, ROLLBACKS
 from ..contract.state_kind import STATE_KINDS
 from .array import array_of
+from .handed import state_handed_cases
 from .row_ranks import state_rank_cases
 from .state_columns import CHUNK, DRAWN, kinds_of, prompts, rollbacks_of, rollbacks_of_instances, with_softmax
 
@@ -55,8 +56,10 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
     else:
         yield from _named(declared, mode, first)
         yield from _between_boxes(declared, first)
-        for heads in kinds_of(declared):
-            yield from state_rank_cases(declared, _plain(declared, first, heads))
+        for number, heads in enumerate(kinds_of(declared)):
+            plain = _plain(declared, first, heads)
+            yield from state_rank_cases(declared, plain)
+            yield from state_handed_cases(declared, with_softmax(declared, plain), number)
         yield from _continued(declared, mode, first)
         yield from _in_big_pools(declared, tier, first)
         yield from _multi_mode(declared, mode, first)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..cases.features.handed import handed_of
+from ..cases.case import Case
+from ..cases.features.handed import Handed, handed_of, state_key_heads
 from ..contract import heads_of_rank
 from ..contract.state_kind import STATE_KINDS
 from ..results.finding import Finding
@@ -76,17 +77,33 @@ def _of_heads(observed: Observation, place: Place, held: Place) -> str:
     case, handed = observed.schedule.case, handed_of(observed.schedule.case)
     assert handed is not None
     if held.part != place.part:
-        return "the channels of each part are divided among ranks part by part"
-    here = case.heads.kv_heads
-    if place.words == "state" or (place.words == "window" and place.part == STATE_KINDS[case.heads.family].value_part):
-        here = case.heads.q_heads
-    total = here * handed.ranks if case.state is not None else handed.total(here)
+        return "the channels of each part are divided among ranks part by part" + _of_groups(case, handed)
+    total = _total(case, handed, place)
     rank = case.derived("receiving-rank", handed.ranks)
     own = heads_of_rank(rank, handed.ranks, total)[place.head]
     other = heads_of_rank(held.rank, handed.senders, total)[held.head]
     return (
         f"this is head {other} of the {total} of the model, and head {own} belongs here (rank {rank} of {handed.ranks})"
     )
+
+
+def _total(case: Case, handed: Handed, place: Place) -> int:
+    """Heads of the model of the kind that a place has."""
+    if place.words == "state" or (place.words == "window" and place.part == STATE_KINDS[case.heads.family].value_part):
+        return case.heads.q_heads * handed.ranks
+    return state_key_heads(case, handed) if place.words == "window" else handed.total(case.heads.kv_heads)
+
+
+def _of_groups(case: Case, handed: Handed) -> str:
+    """Text about groups that ranks share; empty if each is on one rank."""
+    groups = state_key_heads(case, handed)
+    for side, ranks in (("here", handed.ranks), ("at the sender", handed.senders)):
+        if groups < ranks:
+            return (
+                f". The model has {groups} group{'s' * (groups > 1)}, and {ranks} ranks {side}: each of them has all "
+                "channels of B and C of its group"
+            )
+    return ""
 
 
 EVALUATIONS = (

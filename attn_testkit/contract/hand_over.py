@@ -33,7 +33,8 @@ class Receives(Declared):
     """Tensor-parallel ranks of the sender: ``same`` number as here, ``fewer``, each of which has more heads, or
     ``more``. In all of them the ranks of MLA have the same rows."""
     shared_heads: bool = False
-    """May a KV head be on several ranks, here or at the sender, because a model has fewer KV heads than ranks?"""
+    """May a KV head, or a group of Mamba2, be on several ranks, here or at the sender, because a model has fewer of
+    them than ranks?"""
 
     def _check(self) -> None:
         self._check_numbers("page_sizes", 1)
@@ -99,5 +100,8 @@ class HandOver:
     tp_size: int
     """Number of the receiver's tensor-parallel ranks."""
     kv_heads: int
-    """KV heads of the model; 1 for MLA. ``heads_of_rank`` says which of them a rank has. Heads of states are never
-    shared: of H on this rank a model has ``H * tp_size``."""
+    """KV heads of the model; 1 for MLA. ``heads_of_rank`` says which of them a rank has."""
+    state_key_heads: int = 0
+    """Key heads of the model in layers that keep a state; 0 without such layers. Ranks may share groups of Mamba2, and
+    each has all channels of B and C of its group. Value heads are never shared: of H on this rank a model has
+    ``H * tp_size``."""

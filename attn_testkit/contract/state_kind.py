@@ -45,6 +45,9 @@ class StateKind:
     """Draft models have such layers, too, so they also run in draft-extend-v2."""
     steps: bool = False
     """``a`` is the size of a step, from which both the decay of a token and the factor of its value follow (Mamba2)."""
+    replicates_groups: bool = False
+    """Several tensor-parallel ranks have the same group, with all its channels, if there are more ranks than groups
+    (``extra_groups_for_head_shards`` of vLLM and SGLang). False: a key head is on one rank."""
     leveled: bool = False
     """A slot has several states per value head, one per level of a Fenwick tree (``StateLayer.levels``)."""
 
@@ -56,6 +59,7 @@ STATE_KINDS: Mapping[str, StateKind] = {
         StateKind("kda", a="channel"),
         StateKind(
             "mamba", parts=("x", "B", "C"), value_part=0, b="none", overwrites=False, normalizes=False, steps=True,
+            replicates_groups=True,
         ),
         StateKind(
             "lightning", a="none", b="none", groups=False, convolves=False, overwrites=False, normalizes=False,

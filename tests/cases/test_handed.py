@@ -6,11 +6,13 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_handed import TorchNativeHandedBackend
+from attn_testkit.backends.torch_native_state_handed import TorchNativeStateHandedBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.features.handed import HANDED, Handed, handed_of
+from attn_testkit.cases.features.handed import HANDED, Handed, handed_of, state_key_heads
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, Receives, heads_of_rank
 
+MAMBA = "decode-mamba{}-d32-bf16-p16-k5-shuffled-mild_decay-k32w4s32-handed{}p16nhd-b1prod"
 CASE = "decode-gqa4x2-d64-bf16-p16-k40.9-shuffled-gauss-{}-b3prod"
 
 
@@ -45,11 +47,35 @@ def test_a_word_says_who_hands_over() -> None:
             "decode-gdn1x2-d32-bf16-p16-k5-shuffled-weak_decay-k32w4s32-handed8to1p16nhd-b1prod",
             "cannot be divided among as many ranks",
         ),
+        (MAMBA.format("2x1", "3to4k2"), "cannot be divided among as many ranks"),
+        (MAMBA.format("2x2", "1to4k2"), "cannot be divided among as many ranks"),
+        (MAMBA.format("1x2", "4to1k2"), "cannot be divided among as many ranks"),
+        (MAMBA.format("2x1", "1to4k2").replace("mamba", "gdn").replace("1to4", "8to4"), "cannot be divided"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused(case: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_case(case)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "of_model"),
+    [("mamba2x1", "1to4k2", 2), ("mamba2x2", "4to1k2", 2), ("mamba2x1", "1to4", 4), ("gdn2x1", "1to4k2", 4)],
+)
+def test_ranks_share_groups_of_mamba_and_no_key_head_of_other_kinds(heads: str, ranks: str, of_model: int) -> None:
+    case = parse_case(MAMBA.format("2x1", ranks).replace("mamba2x1", heads))
+    handed = handed_of(case)
+    assert handed is not None
+    assert state_key_heads(case, handed) == of_model
+
+
+def test_core_shares_groups_here_and_at_the_sender_and_receives_on_a_rank_of_the_second_group() -> None:
+    cases = generate(TorchNativeStateHandedBackend.capabilities, ForwardMode.DECODE, "core")
+    found = [(case.heads.family, handed, case) for case in cases if (handed := handed_of(case)) and handed.heads]
+    assert {(family, handed.senders, handed.ranks) for family, handed, _ in found} == {
+        ("gdn", 1, 4), ("mamba", 1, 4), ("mamba", 4, 1)
+    }  # fmt: skip
+    assert all(case.derived("receiving-rank", each.ranks) == each.ranks // 2 for _, each, case in found)
 
 
 def test_core_tries_each_kind_of_ranks_with_each_page() -> None:

@@ -152,6 +152,49 @@ class WindowAsOneRow(TorchNativeStateHandedBackend):
                 own[each.state_slot] = whole[handed.tp_rank * own.shape[1] :][: own.shape[1]]
 
 
+GROUPS = "decode-mamba2x1-d32-bf16-p16-k5.1.37-shuffled-mild_decay-k32w4s32-layers2from0hybrid-handed1to4k2p4nhd-b4prod"
+
+
+class OtherGroup(TorchNativeStateHandedBackend):
+    """Gets B, or C, from where it would be if each rank had a group of its own."""
+
+    seen: ClassVar[list[HandOver]] = []
+    part = 0
+
+    @override
+    def receive(self, handed: HandOver) -> None:
+        self.seen.append(handed)
+        super().receive(handed)
+        (sender,), states = handed.senders, self.context.state
+        assert states is not None
+        assert sender.state is not None
+        layer, of_sender = states.layers[0], sender.state.layers[0]
+        x, width = of_sender.v_heads * of_sender.v_dim, of_sender.k_dim
+        for each in handed.requests if self.part else ():
+            window = sender.state.conv(layer.layer_id)[each.sender_state_slot]
+            own = states.pool.conv(layer.layer_id)[each.state_slot]
+            at, start = layer.v_heads * layer.v_dim + (self.part - 1) * width, x + handed.tp_rank * width
+            own[at : at + width] = window[start : start + width]
+
+
+def test_a_sender_of_shared_groups_has_each_once() -> None:
+    OtherGroup.seen.clear()
+    assert findings(OtherGroup, GROUPS) == []
+    first = OtherGroup.seen[0]
+    assert first.senders[0].state is not None
+    layer = first.senders[0].state.layers[0]
+    assert (first.tp_rank, first.tp_size, first.state_key_heads, first.kv_heads) == (2, 4, 2, 2)
+    assert (layer.k_heads, layer.v_heads, layer.channels) == (2, 8, ((8, 32), (2, 32), (2, 32)))
+
+
+def test_a_shared_group_that_is_cut_as_if_each_rank_had_its_own_is_named() -> None:
+    (found, *_) = findings(type("OfB", (OtherGroup,), {"part": 1}), GROUPS)
+    assert found.check == "received-as-sent"
+    assert "head 0 of this rank in the channels of B" in found.where
+    assert "it holds window of layer 0, request 0, head 0 in the channels of C of rank 0" in found.hint
+    assert "The model has 2 groups, and 4 ranks here: each of them has all channels of B and C" in found.hint
+
+
 def test_the_channels_of_a_window_are_divided_part_by_part() -> None:
     assert findings(TorchNativeStateHandedBackend, STATES) == []
     (found, *_) = findings(WindowAsOneRow, STATES)

@@ -10,13 +10,15 @@ from typing import Any
 
 from ...contract import KV_LAYOUTS, SENDER_RANKS, Capabilities, ForwardMode, heads_of_rank
 from ...contract.kv_layouts import OWN
+from ...contract.state_kind import STATE_KINDS
 from ...glossary import Entry
 from ..fields import Changes, Fields
 from .feature import Asked, Bound, Columns, Covered, Feature, Row, Trait, Without, Word, of_fields
 
 _LAYOUTS = {name.replace("-", ""): name for name in KV_LAYOUTS if name != OWN}
 _PATTERN = rf"(?P<senders>\d+)to(?P<ranks>\d+)(?:k(?P<heads>\d+))?p(?P<page>\d+)(?P<layout>{'|'.join(_LAYOUTS)})"
-_SHARED = "shared heads"
+SHARED = "shared heads"
+"""Kind of a sender whose ranks share heads, or whose receiver's ranks do."""
 _MOST_RANKS = 8
 
 
@@ -29,7 +31,7 @@ class Handed:
     ranks: int
     """Tensor-parallel ranks of the receiver, of which the instance is one."""
     heads: int
-    """KV heads of the model if several ranks share one; 0: each is on one rank."""
+    """KV heads of the model, and groups of Mamba2, if several ranks share one; 0: each is on one rank."""
     page: int
     """Slots of a page of the sender."""
     layout: str
@@ -70,6 +72,12 @@ def handed_of(case: Fields) -> Handed | None:
     return Handed(senders, ranks, heads, page, _LAYOUTS[match["layout"]])
 
 
+def state_key_heads(case: Fields, handed: Handed) -> int:
+    """Key heads of the model in layers that keep a state."""
+    here = case.heads.kv_heads
+    return handed.total(here) if STATE_KINDS[case.heads.family].replicates_groups else here * handed.ranks
+
+
 def handed_from(case: Fields, ranks: str, page: int, layout: str) -> str:
     """``Fields.handed`` for the heads of a case. ``ranks``: of ``SENDER_RANKS``, or ``shared heads``. Raises
     ``ValueError`` if the heads cannot be divided among as many ranks.
@@ -81,7 +89,7 @@ def handed_from(case: Fields, ranks: str, page: int, layout: str) -> str:
         "fewer": Handed(1 if latent else 2, 4, one, page, layout),
         "more": Handed(4, 2, one, page, layout),
         # Two ranks here share a head, or two ranks of the sender do.
-        _SHARED: Handed(1, 4, 2, page, layout) if here == 1 else Handed(2 * here, 1, here, page, layout),
+        SHARED: Handed(1, 4, 2, page, layout) if here == 1 else Handed(2 * here, 1, here, page, layout),
     }[ranks]
     if wrong := _divided(case, found):
         raise ValueError(wrong)
@@ -97,10 +105,13 @@ def _divided(case: Fields, handed: Handed) -> str:
     if not case.heads.layout.has_state:
         fits = handed.fits(here)
         return "" if fits else f"memory from {handed}: {here} KV heads on a rank cannot be divided like this"
-    if handed.heads:
-        return f"memory from {handed}: each head of a state is on one rank"
-    wholes = [heads * handed.ranks % each for heads in (here, case.heads.q_heads) for each in ranks]
-    return f"memory from {handed}: {case.heads} cannot be divided among as many ranks" if any(wholes) else ""
+    # Without Mamba2 only softmax layers of a hybrid model have heads that ranks share.
+    shared = handed.heads and STATE_KINDS[case.heads.family].replicates_groups
+    divided = [case.heads.q_heads, *([] if shared else [here])]
+    fits = not handed.heads or handed.fits(here)
+    if not fits or any(heads * handed.ranks % each for heads in divided for each in ranks):
+        return f"memory from {handed}: {case.heads} cannot be divided among as many ranks"
+    return ""
 
 
 def _wrong(case: Fields) -> str:
@@ -122,7 +133,7 @@ def kinds_and_pools(declared: Capabilities) -> tuple[list[str], list[int], list[
     receives = declared.receives
     if receives is None:
         return [], [], []
-    kinds = [*(each for each in SENDER_RANKS if each in receives.ranks), *[_SHARED] * receives.shared_heads]
+    kinds = [*(each for each in SENDER_RANKS if each in receives.ranks), *[SHARED] * receives.shared_heads]
     return kinds, sorted(receives.page_sizes), [name for name in KV_LAYOUTS if name in receives.kv_layouts]
 
 
@@ -140,7 +151,9 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
     """Each kind of ranks, page size and layout at least once; ``catalogue/handed.py`` has more of them together."""
-    listed = kinds_and_pools(declared)
+    kinds, pages, layouts = kinds_and_pools(declared)
+    # Ranks can share few of the numbers of heads that states have, so catalogue/handed.py has those cases.
+    listed = [each for each in kinds if each != SHARED or declared.state is None], pages, layouts
     most = max(len(each) for each in listed)
     every = zip(*(islice(cycle(each), most) for each in listed), strict=True)
     return {"handed_from": ["", *every]} if most else {}
@@ -158,10 +171,11 @@ def _phrase(case: Fields) -> str:
     handed = handed_of(case)
     if handed is None:
         return ""
-    heads = f" of {handed.heads} KV heads in all" if handed.heads else ""
+    groups = " and groups" * (case.heads.layout.has_state and STATE_KINDS[case.heads.family].replicates_groups)
+    heads = f"; the model has {handed.heads} KV heads{groups}" if handed.heads else ""
     return (
-        f"{handed.senders} tensor-parallel ranks hand the requests over to one of {handed.ranks}{heads}, from pages of "
-        f"{handed.page} in the layout {handed.layout}"
+        f"{handed.senders} tensor-parallel ranks hand the requests over to one of {handed.ranks}, from pages of "
+        f"{handed.page} in the layout {handed.layout}{heads}"
     )
 
 
@@ -221,7 +235,8 @@ HANDED = Feature(
         Entry(
             "handed2to4p16hnd",
             "Before each step 2 tensor-parallel ranks of another instance hand its requests over to this one of 4, "
-            "from pages of 16 slots in the layout hnd. With k2 after the 4 the model has 2 KV heads.",
+            "from pages of 16 slots in the layout hnd. With k2 after the 4 the model has 2 KV heads, and 2 groups of "
+            "Mamba2.",
             also=("prefill/decode disaggregation", "PD disaggregation", "KV transfer", "KV connector", "hand over"),
             page="how-to/hand-memory-over.md",
             numbers=True,
@@ -240,7 +255,7 @@ HANDED = Feature(
             lambda declared, case: (
                 None
                 if (handed := handed_of(case)) is None
-                else _SHARED if _shares(case, handed) else handed.compared
+                else SHARED if _shares(case, handed) else handed.compared
             ),
             Without("The covering array and catalogue/handed.py have every kind."),
         ),

@@ -32,6 +32,15 @@ class WindowsAndStates(HandedStates):
 
 
 @control()
+class LastCopyOfSharedGroups(HandedStates):
+    """A group of Mamba2 that ranks of the sender share comes from the last of them: vLLM #55306 lets any one rank write
+    it."""
+
+    def rank_with(self, head: int, total: int, ranks: int) -> int:
+        return super().rank_with(head, total, ranks) + max(1, ranks // total) - 1
+
+
+@control()
 class LastCopyOfSharedHeads(HandedParent):
     """A head that ranks of the sender share comes from the last of them, as schedulers spread the load of transfers."""
 

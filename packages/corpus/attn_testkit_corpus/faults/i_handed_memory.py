@@ -142,16 +142,20 @@ class IndexScalesAreLeftOut(HandedIndices):
 class WindowIsCutAsOneRow(HandedStates):
     """The channels of a window are cut into as many consecutive pieces as there are ranks, across q, k and v."""
 
-    def parts_of(self, layer: StateLayer) -> tuple[tuple[int, int], ...]:
-        return ((sum(heads * width for heads, width in super().parts_of(layer)), 1),)
+    def parts_of(self, layer: StateLayer, handed: HandOver) -> tuple[tuple[int, int, int], ...]:
+        channels = sum(heads * width for heads, width, _ in super().parts_of(layer, handed))
+        return ((channels, 1, channels * handed.tp_size),)
+
+    def channels(self, row: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        return row[min(start, len(row) - 1)][None]
 
 
 @fault("general; Mamba2 has x before B and C", _CHECKS, "another|belongs here|in no row|part")
 class WindowOfMambaIsReadAsKeysFirst(HandedStates):
     """The channels of Mamba2 are divided as those of GDN, whose wide part is the last."""
 
-    def parts_of(self, layer: StateLayer) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted(super().parts_of(layer)))
+    def parts_of(self, layer: StateLayer, handed: HandOver) -> tuple[tuple[int, int, int], ...]:
+        return tuple(sorted(super().parts_of(layer, handed)))
 
 
 @fault("vllm-ascend #10246", _CHECKS, "nothing was stored there")
@@ -170,3 +174,46 @@ class StateHeadsOfTheFirstRank(HandedStates):
 
     def first_state_head(self, layer: StateLayer, handed: HandOver) -> int:
         return 0
+
+
+_GROUPS = r"\. The model has \d groups?, and \d ranks (here|at the sender): each of them has all channels of B and C"
+
+
+@fault(
+    "vLLM #55208", _CHECKS, f"{_HEAD}|{_GROUPS}",
+    modelled="upstream bytes beyond a window are of the state; here they are the window's last ones",
+)  # fmt: skip
+class SharedGroupsAreSplit(HandedStates):
+    """B and C are divided among ranks as x is, although ranks share a group: the window of a sender is taken to have
+    as many groups for each rank here."""
+
+    def groups(self, layer: StateLayer, handed: HandOver) -> int:
+        return layer.tp_k_head_num * handed.tp_size
+
+    def channels(self, row: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        return super().channels(row, min(start, len(row) - width), width)
+
+
+@fault("vLLM #55306", _CHECKS, _HEAD)
+class CopiesOfAGroupAreGathered(HandedStates):
+    """The groups of the sender's ranks follow each other in a window, as if no two ranks had the same."""
+
+    def rank_with(self, head: int, total: int, ranks: int) -> int:
+        return head // max(1, total // ranks)
+
+
+@fault("general; a shared group is not that of rank 0", _CHECKS, _HEAD)
+class SharedGroupIsTheFirst(HandedStates):
+    """Ranks that share groups all get the first one: their first group is counted as ``n_groups // tp_size``, which
+    is 0."""
+
+    def first_of_part(self, heads: int, total: int, handed: HandOver) -> int:
+        return handed.tp_rank * (total // handed.tp_size)
+
+
+@fault("sglang #23744", _CHECKS, _HEAD, modelled="upstream KV heads go round")
+class SharedGroupsGoRound(HandedStates):
+    """Ranks get shared groups in turn, and not each group on the ranks next to each other whose value heads use it."""
+
+    def first_of_part(self, heads: int, total: int, handed: HandOver) -> int:
+        return handed.tp_rank % total if total < handed.tp_size else super().first_of_part(heads, total, handed)

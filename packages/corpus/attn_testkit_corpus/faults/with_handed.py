@@ -181,11 +181,12 @@ def _plane(memory: torch.Tensor) -> torch.Tensor:
 
 
 class HandedStates(StateParent):
-    """Healthy parent: windows part by part, and states head by head."""
+    """Healthy parent: windows part by part, and states head by head. Ranks may share groups of Mamba2."""
 
     capabilities = StateParent.capabilities.with_changes(
         eager={"decode"}, graph={"decode"}, heads={"gqa_ratios": {2}, "head_dims": {32}},
-        state=State(k_dims={32}), bounds={"max_topk": 0}, receives=Receives(page_sizes={16}, ranks=_ALL),
+        state=State(k_dims={32}), bounds={"max_topk": 0},
+        receives=Receives(page_sizes={16}, ranks=_ALL, shared_heads=True),
     )  # fmt: skip
 
     def receive(self, handed: HandOver) -> None:
@@ -200,20 +201,38 @@ class HandedStates(StateParent):
         self, layer: StateLayer, request: HandedRequest, handed: HandOver, senders: Sequence[StatePool]
     ) -> None:
         """Copy the window of a request: the channels of each part, as the rank has them."""
-        window, first = self.states.pool.conv(layer.layer_id)[request.state_slot], 0
+        window, first, start = self.states.pool.conv(layer.layer_id)[request.state_slot], 0, 0
         rows = [pool.conv(layer.layer_id)[request.sender_state_slot] for pool in senders]
-        starts = [0] * len(rows)
-        for heads, width in self.parts_of(layer):
-            size = heads * width
-            there = size * handed.tp_size // len(rows)
-            whole = torch.cat([row[start : start + there] for row, start in zip(rows, starts, strict=True)])
-            window[first : first + size] = whole[handed.tp_rank * size : (handed.tp_rank + 1) * size]
-            first, starts = first + size, [start + there for start in starts]
+        for heads, width, total in self.parts_of(layer, handed):
+            each = max(1, total // len(rows))
+            for here in range(heads):
+                head = self.first_of_part(heads, total, handed) + here
+                row = rows[self.rank_with(head, total, len(rows))]
+                window[first : first + width] = self.channels(row, start + head % each * width, width)
+                first += width
+            start += each * width
 
-    def parts_of(self, layer: StateLayer) -> tuple[tuple[int, int], ...]:
-        """Heads and their width in each part of the channels."""
-        keys, values = (layer.tp_k_head_num, layer.head_dim), (layer.tp_q_head_num, layer.v_head_dim)
+    def channels(self, row: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        """[width, W - 1]: channels of a sender's window [C, W - 1]."""
+        return row[start : start + width]
+
+    def parts_of(self, layer: StateLayer, handed: HandOver) -> tuple[tuple[int, int, int], ...]:
+        """Heads of this rank, their width, and the heads of the model, in each part of the channels."""
+        keys = (layer.tp_k_head_num, layer.head_dim, self.groups(layer, handed))
+        values = (layer.tp_q_head_num, layer.v_head_dim, layer.tp_q_head_num * handed.tp_size)
         return (values, keys, keys) if layer.kind == "mamba" else (keys, keys, values)
+
+    def groups(self, layer: StateLayer, handed: HandOver) -> int:
+        """Key heads of the model."""
+        return handed.state_key_heads
+
+    def first_of_part(self, heads: int, total: int, handed: HandOver) -> int:
+        """First head of the model of which this rank has the channels. ``heads`` of ``total`` are here."""
+        return handed.tp_rank * total // handed.tp_size
+
+    def rank_with(self, head: int, total: int, ranks: int) -> int:
+        """A rank of the sender that has a head of ``total``."""
+        return head * ranks // total
 
     def receive_state(
         self, layer: StateLayer, request: HandedRequest, handed: HandOver, senders: Sequence[StatePool]

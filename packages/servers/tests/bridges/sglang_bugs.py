@@ -7,6 +7,7 @@ Each changes one object of SGLang's, and nothing of how it is driven. Importing 
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from attn_testkit.contract import BackendContext, ForwardBatch
 from attn_testkit_servers.bridges.sglang import backend_class
 
 Triton: Any = backend_class("triton")
+# Imported after the bridge has prepared the process.
+get_parallel: Any = importlib.import_module("sglang.srt.runtime_context").get_parallel
 
 
 class DoubleCount(Triton):
@@ -91,6 +94,17 @@ class NoWindowInDraftExtend(Triton):
                 self.real.sliding_window_size = window
 
         self.real._update_draft_extend_buffers = wrong
+
+
+class HeadsOfServerRanks(Triton):
+    """sglang #25031, there in the class of FlashAttention 3: the heads of a rank are those of the model divided by the
+    ranks of the server, and not by those of attention, so the scratch of a decode has too few.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        ranks = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), context.tp_size)
+        with get_parallel().override(**ranks, attn_dp_size=1):
+            super().__init__(context)
 
 
 # What SGLang offers, and the bridge does not declare: it is wrong in 0.5.23.

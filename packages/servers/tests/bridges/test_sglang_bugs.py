@@ -29,6 +29,7 @@ BUGS = {
     "NoWindowInDraftExtend": ("sglang_bugs", "draft-extend-v2", "graph", "replay-follows-batch"),
     "FreshTensor": ("sglang_bugs", "decode", "graph", "addresses-stable"),
     "StaleMask": ("sglang_bugs", "target-verify", "graph", "replay-follows-batch"),
+    "HeadsOfServerRanks": ("sglang_bugs", "decode", "eager", "completes"),
     "WindowsInDecode": ("sglang_bugs", "decode", "eager", "matches-oracle"),
     "FP8": ("sglang_bugs", "target-verify", "eager", "completes"),
     "SoftCap": ("sglang_wider", "decode", "eager", "matches-oracle"),

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
-from attn_testkit.contract import BackendContext, HandedRequest, HandOver, Sender, StateContext, StateLayer
+from attn_testkit.contract import BackendContext, HandedRequest, HandOver, Sender
 
 from ..registered import Registered
 from .pools import over
@@ -208,15 +208,6 @@ def _hybrid_pools(context: BackendContext, sender: Sender, ranks: int) -> tuple[
         there = replace(context, layers=layers, kv_pool=own, req_to_token=sender.groups[0].req_to_token)
     state = replace(context.state, layers=sender.state.layers, pool=sender.state)
     softmax = softmax_of(there)
-    config = config_of(_of_model(state, ranks), [layer.layer_id for layer in softmax])
+    config = config_of(state, [layer.layer_id for layer in softmax], ranks)
     requests = request_pool(replace(there, modes=frozenset()), state, config, 0)
     return kv_pool(there, softmax, requests.mamba_pool), requests.mamba_pool
-
-
-def _of_model(state: StateContext, ranks: int) -> StateContext:
-    """States with the heads of all ranks, which configurations of models have."""
-
-    def whole(layer: StateLayer) -> StateLayer:
-        return replace(layer, tp_k_head_num=layer.k_heads * ranks, tp_q_head_num=layer.v_heads * ranks)
-
-    return replace(state, layers=tuple(map(whole, state.layers)))

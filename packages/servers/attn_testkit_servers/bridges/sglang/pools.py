@@ -12,22 +12,26 @@ from sglang.srt.runtime_context import get_parallel
 from attn_testkit.contract import KVLayer, KVPool, KVPoolSpec
 
 _RANKS = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank")
-_SIZES = ("attn_tp_size", "attn_cp_size", "attn_dcp_size")
+_SIZES = ("tp_size", "moe_tp_size", "attn_tp_size", "attn_dp_size", "attn_cp_size", "attn_dcp_size")
 _INDEX_DIM = 128
 """Numbers of an index key, in the pool next to the KV rows. No other size exists."""
 _made: weakref.WeakKeyDictionary[KVLayer, Any] = weakref.WeakKeyDictionary()
 """First layer of a pool -> SGLang's pool. The kit keeps this layer object as long as its pool exists."""
 
 
-def set_ranks() -> None:
-    """Set one rank of each kind, because pools and configurations query ranks first."""
-    get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **dict.fromkeys(_SIZES, 1))
+def set_ranks(**sizes: int) -> None:
+    """Make the process the first rank of each kind, because pools and configurations query ranks first.
+
+    ``sizes`` take precedence over the configuration of the server, which has them once it is published.
+    """
+    get_parallel().clear_stamp()
+    get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **sizes)
 
 
 def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
     """Construct SGLang's pool of this size. Every backend of the bridge uses this function as its
     ``AttentionBackend.lay_out_kv_pool``."""
-    set_ranks()
+    set_ranks(**dict.fromkeys(_SIZES, 1))
     pool = _constructed(spec)
     if spec.layers[0].is_mla:
         rows = [KVLayer(buffer.view(spec.dtype), buffer=buffer) for buffer in pool.kv_buffer]

@@ -14,7 +14,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from attn_testkit.contract import BackendContext, ForwardMode
 
 from .capabilities import BridgeCapabilities
-from .pools import pool_of
+from .pools import pool_of, set_ranks
 
 _SPECULATIVE = frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND}
 _KV_SPLITS = 8
@@ -27,7 +27,7 @@ def _window_of(context: BackendContext) -> int | None:
 
 
 def publish(declared: BridgeCapabilities, context: BackendContext) -> None:
-    """Set SGLang's configuration of the process, which is that of the last instance."""
+    """Set SGLang's configuration and ranks of the process, which are those of the last instance."""
     while _published:
         _published.pop().restore()
     speculates = bool(context.modes & _SPECULATIVE)
@@ -40,19 +40,24 @@ def publish(declared: BridgeCapabilities, context: BackendContext) -> None:
         speculative_num_draft_tokens=context.num_draft_tokens if speculates else None,
         speculative_num_steps=context.speculative_num_steps if speculates else None,
         triton_attention_num_kv_splits=_KV_SPLITS,
+        tp_size=context.tp_size,
+        attn_dp_size=context.tp_size // context.attn_tp_size,
         **declared.options,
     )
     override.install()
     _published.append(override)
+    set_ranks()
 
 
 class _ModelConfig:
-    """Attributes of a model that backends read; heads and dims are those of the kit's layers."""
+    """Attributes of a model that backends read; dims are those of the kit's layers, and heads those of all ranks."""
 
     def __init__(self, context: BackendContext, scaling: float) -> None:
         first, window = context.layers[0], _window_of(context)
         rope = first.head_dim - first.kv_lora_rank if first.is_mla else 0
-        heads, kv_heads = first.tp_q_head_num, first.tp_k_head_num
+        ranks = context.attn_tp_size
+        heads, kv_heads = first.tp_q_head_num * ranks, first.tp_k_head_num * (1 if first.is_mla else ranks)
+        self.most_heads = context.num_attention_heads
         self.attention_arch = AttentionArch.MLA if first.is_mla else AttentionArch.MHA
         self.context_len, self.dtype, self.scaling = context.max_context_len, context.dtype, scaling
         self.num_attention_heads, self.num_key_value_heads = heads, kv_heads
@@ -75,13 +80,13 @@ class _ModelConfig:
         self.hf_config.get_text_config = lambda: self.hf_text_config
 
     def get_num_attention_heads(self, tp_size: int) -> int:
-        return self.num_attention_heads
+        return self.num_attention_heads // tp_size
 
     def get_max_num_attention_heads(self) -> int:
-        return self.num_attention_heads
+        return self.most_heads
 
     def get_num_kv_heads(self, tp_size: int, dcp_size: int = 1) -> int:
-        return self.num_key_value_heads
+        return max(1, self.num_key_value_heads // tp_size)
 
 
 class _Runner(SimpleNamespace):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,13 +97,18 @@ _CONFIGS = {"gdn": _gdn, "kda": _kda, "mamba": _mamba, "lightning": _lightning}
 """Kind of the linear layers -> function that makes the configuration of a model with them."""
 
 
-def config_of(state: StateContext, softmax: Sequence[int]) -> Any:
-    """Configuration of a model with these layers. ``softmax``: ids of the other ones."""
+def config_of(state: StateContext, softmax: Sequence[int], ranks: int) -> Any:
+    """Configuration of a model with these layers, whose heads are dealt among ranks. ``softmax``: ids of the others."""
     linear = [layer.layer_id for layer in state.layers]
+    state = replace(state, layers=tuple(_of_model(layer, ranks) for layer in state.layers))
     made = _CONFIGS[state.layers[0].kind](state, 1 + max(*softmax, *linear), softmax)
     made.of_kit = (linear, list(softmax))
     made.mamba_ssm_dtype = _NAMES[state.pool.dtype]
     return made
+
+
+def _of_model(layer: StateLayer, ranks: int) -> StateLayer:
+    return replace(layer, tp_k_head_num=layer.k_heads * ranks, tp_q_head_num=layer.v_heads * ranks)
 
 
 def has_turned_windows(state: StateContext) -> bool:

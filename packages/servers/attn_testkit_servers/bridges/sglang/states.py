@@ -23,7 +23,6 @@ from cuda_on_cpu import scratch
 
 from ..rows import of_softmax_layer
 from .current import SGLangBackend, capturing, made_layer
-from .pools import set_ranks
 from .runner import make_runner, publish
 from .state_layers import KINDS
 from .state_pools import config_of, has_turned_windows, kv_pool, request_pool, softmax_of
@@ -40,9 +39,8 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         StateBackend.__init__(self, context)
         assert context.state is not None
         publish(self.declared, context)
-        set_ranks()
         softmax = softmax_of(context)
-        config = config_of(context.state, [layer.layer_id for layer in softmax])
+        config = config_of(context.state, [layer.layer_id for layer in softmax], context.attn_tp_size)
         requests = request_pool(context, context.state, config, context.topk)
         pool = kv_pool(context, softmax, requests.mamba_pool)
         self.runner = make_runner(self.declared, replace(context, layers=tuple(softmax)), softmax[0].scaling, pool)
