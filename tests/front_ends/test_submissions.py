@@ -284,13 +284,13 @@ def test_the_past_accepts_other_kits_and_entries_whose_day_is_over(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "emulated", "message", "color"),
     [
-        ({}, False, "2026.12/state conformant", "brightgreen"),
+        ({}, False, "2026.12/state conformant in 46 of 64 cases", "brightgreen"),
         (FAILED, False, "2026.12/state failing", "red"),
         (KNOWN, False, "2026.12/state known failures", "yellow"),
-        ({}, True, "2026.12/state conformant, emulated", "brightgreen"),
+        ({}, True, "2026.12/state conformant in 46 of 64 cases, emulated", "brightgreen"),
     ],
 )
-def test_a_badge_says_the_worst_and_whether_it_is_emulated(
+def test_a_badge_says_the_worst_how_much_ran_and_whether_it_is_emulated(
     changes: dict[str, Any], emulated: bool, message: str, color: str, tmp_path: Path
 ) -> None:
     report = passed_on_h200(**({"device": "emulated"} if emulated else {}))
