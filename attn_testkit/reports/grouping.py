@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from ..results.case_result import CaseResult, failed_check
 from ..results.finding import Finding
-from ..results.texts import NOTE_ON_THE_CASE, is_generated
+from ..results.texts import NOTE_ON_THE_CASE, RESTATES_THE_CHECK, is_generated
 
 
 @dataclass(frozen=True)
@@ -207,20 +207,6 @@ _IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", 
 _PHASE = re.compile(r"^.*? raised (?P<kind>\w+): ")
 _ABOUT_A_ROW = re.compile(r"requests? \d")
 """Beginning of the headline of a wrong number: it names a request of one case, and not the cause."""
-
-RESTATES_THE_CHECK = (
-    "the graph still uses a value from capture time",
-    "only the graph is wrong",
-    "with zeros instead of NaN in ",
-    "with numbers instead of NaN in ",
-    "the step is right as the only replay of the only bucket",
-    "the step is right when no other mode and no eager step uses the instance",
-    "a width that is not the batch's is used",
-    "data of padded rows reach real ones",
-    "the same eager step passes on a fresh instance without graphs",
-    "state of an earlier step is kept",
-)
-"""Beginnings of hints that every failure of a check has: they repeat why diagnosis chose that check."""
 
 _NUMBER = r"-?(?:0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _MADE_UP = (
