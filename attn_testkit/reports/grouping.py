@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from ..results.case_result import CaseResult, failed_check
 from ..results.finding import Finding
-from ..results.texts import NOTE_ON_THE_CASE, RESTATES_THE_CHECK, is_generated
+from ..results.texts import NOTE_ON_THE_CASE, RESTATES_THE_CHECK, is_generated, telling_first
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,9 @@ def _of_finding(finding: Finding) -> list[_Line]:
         kind = _PHASE.search(finding.headline)
         # One wrong offset makes several accesses of a kernel stray: which of them comes first depends on the case.
         line = f"{raised['file']} in {raised['function']}" if _STRAY in finding.headline else raised[0]
-        return [_Line(f"{line} {kind['kind'] if kind else ''}", finding.headline)]
+        hint = telling_first(finding.hint).partition("\n")[0] if _ACCESS.search(finding.headline) else ""
+        text = f"{finding.headline}; {hint}" if hint else finding.headline
+        return [_Line(f"{line} {kind['kind'] if kind else ''}", text)]
     if not _ABOUT_A_ROW.match(finding.headline):
         return [_Line(without_numbers(finding.headline), finding.headline)]
     named = (line for line in finding.hint.splitlines() if line and not line.startswith(NOTE_ON_THE_CASE))
@@ -193,6 +195,8 @@ def _of_reason(result: CaseResult) -> list[_Line]:
 
 _STRAY = " raised StrayAccessError: "
 """Part of the headline of an access outside of a tensor. A stray access that hits other memory gives wrong results."""
+_ACCESS = re.compile(r" raised \w+Error: an? [\w ]+ of triton kernel \S+$")
+"""End of a headline that names an error of the emulation and a kernel: only the hint says what is wrong."""
 _RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in (?P<function>\S+?)(?=:|$)", re.MULTILINE)
 """Beginning of the ``where`` of an exception, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
 _FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<line>\d+),? in (?P<function>\S+)')
