@@ -181,6 +181,8 @@ def _registered_spec(name: str) -> str:
         known = f" (known: {', '.join(sorted(points))}; or module:Class; {own})"
     if "/" in name or name.endswith(".py"):
         raise BackendNotFound(_is_a_file(name, name, "Class"))
+    if Path(f"{name}.py").is_file():
+        raise BackendNotFound(f"unknown backend {name!r}; {name}.py is in this folder: write {name}.py or {name}:Class")
     if "." in name:
         module_name, _, class_name = name.rpartition(".")
         raise BackendNotFound(

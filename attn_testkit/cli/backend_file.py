@@ -17,7 +17,7 @@ def spec_of(name: str) -> str:
         return name
     path = Path(name)
     try:
-        tree = ast.parse(path.read_text("utf-8"))
+        tree = ast.parse(path.read_text("utf-8"), name)
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from error
     except (SyntaxError, ValueError) as error:
@@ -27,10 +27,15 @@ def spec_of(name: str) -> str:
         raise UsageError(
             f"{name} is outside of this folder, from which modules are imported; change to its folder first"
         )
-    found = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_backend(node)]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    found = [node.name for node in classes if _is_backend(node)]
     module = ".".join(parts)
     if not found:
-        raise UsageError(f"{name} has no class with `capabilities`; name the backend: --backend {module}:Class")
+        last = classes[-1].name if classes else "Class"
+        raise UsageError(
+            f"{name} has no class that sets `capabilities`; set them, or name a class that inherits them: "
+            f"--backend {module}:{last}"
+        )
     if len(found) > 1:
         raise UsageError(
             f"{name} has {len(found)} backends; name one: --backend {module}:{found[0]} ({', '.join(found)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def compile_(backend: str, targets: str, seconds: float, json_file: str | None, 
     unknown = [each for each in targets.split(",") if each not in TARGETS]
     if unknown:
         raise UsageError(f"--for has no {unknown[0]}; it has {', '.join(TARGETS)}")
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("compile needs Triton: pip install 'triton>=3.6,<3.11'")
     with tempfile.TemporaryDirectory() as folder:
         from unittest import mock  # with asyncio: a tenth of the start of every command
 

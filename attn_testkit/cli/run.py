@@ -40,6 +40,7 @@ from .watch import refuse_with_watch, watch_backend
 @click.command(
     short_help="Test backends in every mode they declare.",
     epilog="""\b
+Also: -x, --changed, --at-most N, --show-not-covered, --durations N; with a FILE --rest-of, --last, --durations-from.
 Examples:
   attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 -k "decode and graph" --html out.html""",
 )
@@ -74,7 +75,9 @@ def run(**values: Any) -> int:
     files = values.pop("files")
     for name in files:
         if not name.endswith(".py"):
-            raise UsageError(f"Got unexpected extra argument ({name}); a backend is named with --backend {name}")
+            here = Path(f"{name}.py").is_file()
+            instead = f"did you mean {name}.py?" if here else f"a backend is named with --backend {name}"
+            raise UsageError(f"Got unexpected extra argument ({name}); {instead}")
     values["backends"] = (*files, *values["backends"])
     request, options = asked_for(values, counts_tier=True)
     if values["cases_from"]:

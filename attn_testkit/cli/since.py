@@ -41,7 +41,7 @@ def since_options(command: F) -> F:
     options = [
         click.option("--map", "maps", is_flag=True, help="Note which functions each case-run reaches."),
         click.option("--since", metavar="REV", help="Only what may reach a change since REV."),
-        click.option("--changed", is_flag=True, help="Like --since HEAD."),
+        click.option("--changed", is_flag=True, hidden=True, help="Like --since HEAD."),
         click.option(
             "--at-most", type=click.IntRange(1), metavar="N", default=MOST, hidden=True,
             help="Limit of --since.",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ..registry import UsageError
 from ..reports.record import cannot_write, write_text
 from ..reports.verdict import conclude
 from ..submissions.archive import Submission, pack, read_submission
@@ -29,6 +30,8 @@ Examples:
 )
 def submit(results: str, to: str, known: str | None, badge_file: str | None) -> int:
     """Pack a results file, its environment and its known failures into one archive, after verify has accepted it."""
+    if not to.endswith(".zip"):
+        raise UsageError(f"--to is {to}, and `matrix` reads only archives named .zip; write --to {to}.zip")
     data = pack(results, known)
     found = read_submission(to, data)
     if reasons := refusals(found):

@@ -255,8 +255,11 @@ class Session:
         for result in self.prepared.preset if self.prepared else ():
             if result.status in BAD:
                 terminal.line(format_failure(result, self.header))
-        for item in self._missing()[:5]:
+        missing = self._missing()
+        for item in missing[:_MISSING_LISTED]:
             terminal.line(f"did not run: {item}")
+        if len(missing) > _MISSING_LISTED:
+            terminal.line(f"did not run: {len(missing) - _MISSING_LISTED} more")
         if self.prepared:
             for warning in self.prepared.ledger.warnings():
                 terminal.line(f"warning: {warning}")
@@ -317,6 +320,8 @@ class Session:
             self._record.add(result)
 
 
+_MISSING_LISTED = 3
+"""Number of case-runs without a result that the end of a session names; the others are counted."""
 _NO_SUITE = (
     "attn-testkit: --attn-backend or --attn-report was given, and no test of the suite was collected, so that nothing "
     "was tested; add --pyargs attn_testkit.suite"

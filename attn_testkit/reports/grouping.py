@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from ..results.case_result import CaseResult, failed_check
 from ..results.finding import Finding
-from ..results.texts import NOTE_ON_THE_CASE, is_generated
+from ..results.texts import NOTE_ON_THE_CASE, RESTATES_THE_CHECK, is_generated, telling_first
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,9 @@ def _of_finding(finding: Finding) -> list[_Line]:
         kind = _PHASE.search(finding.headline)
         # One wrong offset makes several accesses of a kernel stray: which of them comes first depends on the case.
         line = f"{raised['file']} in {raised['function']}" if _STRAY in finding.headline else raised[0]
-        return [_Line(f"{line} {kind['kind'] if kind else ''}", finding.headline)]
+        hint = telling_first(finding.hint).partition("\n")[0] if _ACCESS.search(finding.headline) else ""
+        text = f"{finding.headline}; {hint}" if hint else finding.headline
+        return [_Line(f"{line} {kind['kind'] if kind else ''}", text)]
     if not _ABOUT_A_ROW.match(finding.headline):
         return [_Line(without_numbers(finding.headline), finding.headline)]
     named = (line for line in finding.hint.splitlines() if line and not line.startswith(NOTE_ON_THE_CASE))
@@ -193,6 +195,8 @@ def _of_reason(result: CaseResult) -> list[_Line]:
 
 _STRAY = " raised StrayAccessError: "
 """Part of the headline of an access outside of a tensor. A stray access that hits other memory gives wrong results."""
+_ACCESS = re.compile(r" raised \w+Error: an? [\w ]+ of triton kernel \S+$")
+"""End of a headline that names an error of the emulation and a kernel: only the hint says what is wrong."""
 _RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in (?P<function>\S+?)(?=:|$)", re.MULTILINE)
 """Beginning of the ``where`` of an exception, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
 _FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<line>\d+),? in (?P<function>\S+)')
@@ -207,20 +211,6 @@ _IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", 
 _PHASE = re.compile(r"^.*? raised (?P<kind>\w+): ")
 _ABOUT_A_ROW = re.compile(r"requests? \d")
 """Beginning of the headline of a wrong number: it names a request of one case, and not the cause."""
-
-RESTATES_THE_CHECK = (
-    "the graph still uses a value from capture time",
-    "only the graph is wrong",
-    "with zeros instead of NaN in ",
-    "with numbers instead of NaN in ",
-    "the step is right as the only replay of the only bucket",
-    "the step is right when no other mode and no eager step uses the instance",
-    "a width that is not the batch's is used",
-    "data of padded rows reach real ones",
-    "the same eager step passes on a fresh instance without graphs",
-    "state of an earlier step is kept",
-)
-"""Beginnings of hints that every failure of a check has: they repeat why diagnosis chose that check."""
 
 _NUMBER = r"-?(?:0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _MADE_UP = (

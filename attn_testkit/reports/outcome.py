@@ -13,6 +13,7 @@ from ..results.failure_text import format_failure, repro_command
 from ..results.remarks import launch_lines, left_lines, not_declared_lines
 from ..results.rules import rule_of
 from ..results.run_header import RunHeader
+from ..results.texts import telling_first
 from .grouping import Causes, Group, group_failures
 from .in_common import in_common
 from .record import Report
@@ -89,7 +90,7 @@ def _for_a_program(group: Group, report: Report) -> dict[str, Any]:
         "execution": first.execution,
         "headline": finding.headline if finding else first.reason,
         "where": finding.where if finding else "",
-        "hint": finding.hint if finding else "",
+        "hint": telling_first(finding.hint) if finding else "",
         "in_common": in_common(group.results, report.results),
         "repro": repro_command(first, report.header),
     }

@@ -10,6 +10,7 @@ from markupsafe import Markup, escape
 from ..results.failure_text import format_failure
 from ..results.names import EXECUTIONS, MODES
 from ..results.remarks import left_lines
+from ..results.texts import telling_first
 from .embedded import embedded_runs
 from .history import History
 from .page import MOST_LINES, page_model
@@ -69,7 +70,12 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"cell": _markdown_cell, "breakable": _breakable, "quoted": _quoted}
+    environment.filters |= {
+        "cell": _markdown_cell,
+        "breakable": _breakable,
+        "quoted": _quoted,
+        "telling_first": telling_first,
+    }
     return environment
 
 

@@ -304,7 +304,8 @@ def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
     reasons = ", ".join(dict.fromkeys(row.reason for row in absent if row.reason))
     if lacking:
         beside = f"; not runnable here: {reasons}" if reasons else ""
-        return f"no backend declares what the selected cases need; {', '.join(lacking)}{beside}"
+        words = ", ".join(reason.removeprefix("not declared: ") for reason in lacking)
+        return f"no backend declares what the selected cases need; not declared: {words}{beside}"
     undeclared = sum(row.status is Status.UNSUPPORTED for row in rows)
     if header.selection.of and not absent:
         named = {_mode_named(text) for text in header.selection.by}

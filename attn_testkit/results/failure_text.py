@@ -11,6 +11,7 @@ from .case_result import CaseResult
 from .names import NO_CASE, NOT_COMPILED
 from .rules import with_rule
 from .run_header import RunHeader
+from .texts import telling_first
 
 WIDTH = 120
 """Columns of a failure's prose."""
@@ -31,8 +32,8 @@ def format_failure(
         lines.append(f"{result.case}: {finding.headline}")
         rows = [("check", with_rule(finding.check)), ("step", finding.step)]
         if not (brief and result.like and not result.diagnosed):
-            names = ("where", "spread", "attended", "hint")
-            rows += [(name, getattr(finding, name)) for name in names]
+            rows += [(name, getattr(finding, name)) for name in ("where", "spread", "attended")]
+            rows.append(("hint", telling_first(finding.hint)))
         lines += [line for name, text in rows if text for line in _row(name, text)]
     if brief:
         lines += [f"  also     {finding.check}: {finding.headline}" for finding in result.findings[1:]]

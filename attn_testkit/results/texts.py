@@ -9,8 +9,27 @@ MOST_OTHERS = 4000
 NOTE_ON_THE_CASE = "in this case "
 """Beginning of a line of a hint that says what is special about the case, and names no cause."""
 
+RESTATES_THE_CHECK = (
+    "the graph still uses a value from capture time",
+    "only the graph is wrong",
+    "with zeros instead of NaN in ",
+    "with numbers instead of NaN in ",
+    "the step is right as the only replay of the only bucket",
+    "the step is right when no other mode and no eager step uses the instance",
+    "a width that is not the batch's is used",
+    "data of padded rows reach real ones",
+    "the same eager step passes on a fresh instance without graphs",
+    "state of an earlier step is kept",
+)
+"""Beginnings of hints that every failure of a check has: they repeat why diagnosis chose that check."""
+
 _UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 """Control characters and lone surrogates: they move a terminal's cursor or cannot be written to a file."""
+
+
+def telling_first(hint: str) -> str:
+    """The lines of a hint. Lines that only restate the check come last."""
+    return "\n".join(sorted(hint.splitlines(), key=lambda line: line.startswith(RESTATES_THE_CHECK)))
 
 
 def readable(text: str, most: int = MOST_OTHERS) -> str:

@@ -100,6 +100,11 @@ def _cut(found: Submission) -> Refusals:
         yield f"{_listed(others)} are not of the profile; run only the profile"
 
 
+def _empty(found: Submission) -> Refusals:
+    if not any(row.status in RAN or row.status is Status.QUARANTINED for row in found.report.results if row.case):
+        yield "no case of the profile ran: the backend declares none of them; declare more, or run another profile"
+
+
 def _skipped(found: Submission) -> Refusals:
     skipped = [row for row in found.report.results if row.status is Status.NOT_RUN_HERE]
     for reason in dict.fromkeys(row.reason for row in skipped):
@@ -155,5 +160,5 @@ _STAGES: tuple[tuple[Callable[[Submission], Refusals], ...], ...] = (
     (_changed_files, _changed_facts),
     (_another_profile,),
     (_another_kit,),
-    (_unfinished, _cut, _skipped, _unjudged, _without_an_entry, _emulated),
+    (_unfinished, _cut, _empty, _skipped, _unjudged, _without_an_entry, _emulated),
 )

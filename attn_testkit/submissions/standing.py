@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..profiles import read_profile
 from ..results.case_result import BAD, CaseResult, Status
 from ..results.rules import VERSION
 from .archive import Submission
@@ -28,10 +29,13 @@ def standing(rows: Iterable[CaseResult]) -> str:
 def badge(found: Submission) -> dict[str, Any]:
     """The badge of a submission, as the endpoint of shields.io reads it."""
     word = standing(found.report.results)
+    ran = {row.case for row in found.report.results if row.is_case_run}
+    cases = read_profile(found.header.tier).cases
+    part = f" in {len(ran)} of {len(cases)} cases" if word == CONFORMANT and len(ran) < len(cases) else ""
     emulated = "" if found.on_hardware else ", emulated"
     return {
         "schemaVersion": 1,
         "label": f"attention contract {VERSION}",
-        "message": f"{found.header.tier} {word}{emulated}",
+        "message": f"{found.header.tier} {word}{part}{emulated}",
         "color": _COLORS[word],
     }

@@ -24,6 +24,12 @@ def test_each_kind_of_launch_is_compiled(tmp_path, capfd):
     assert launch["launch"]["kwargs"] == {"BY_TICKET": True, "SPLITS": 3, "PAGE": 16, "WIDTH": 64}
 
 
+def test_a_machine_without_triton_is_told_to_install_it(capfd, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert main(["compile", "-b", "torch_native", "--for", "sm90"]) == 4
+    assert "compile needs Triton: pip install 'triton" in capfd.readouterr().err
+
+
 def test_a_backend_without_triton_kernels_and_an_unknown_target_say_so(capfd):
     assert main(["compile", "-b", "torch_native", "--for", "sm90", "--case", CASE]) == 5
     assert "no Triton kernel was launched" in capfd.readouterr().err

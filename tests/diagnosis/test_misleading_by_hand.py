@@ -128,6 +128,17 @@ def test_dims_are_left_out_only_if_every_row_and_another_step_agree() -> None:
     assert other_dims(evidence(PLAIN, out, attended=keys, passed=[seen(PLAIN, second, 1)])) == "", "a step contradicts"
 
 
+def test_dims_of_which_the_data_are_zero_are_not_blamed() -> None:
+    expected = expect(PLAIN, PLAIN.steps[0])
+    queries = expected.data.q.clone()
+    queries[..., 16:48] = 0
+    sparse = replace(expected, data=replace(expected.data, q=queries))
+    out = with_queries(PLAIN, lambda _: without_dims(queries.clone().float()))
+    found = replace(evidence(PLAIN, out, attended=attended(41)), comparison=Comparison(seen(PLAIN, out), sparse))
+    said = "dims 48..63 of 64 are left out of the product of q and k; without dims 16..63 it is right, too"
+    assert other_dims(found).endswith(said)
+
+
 def scales(q: torch.Tensor) -> torch.Tensor:
     largest = q.abs().amax(-1, keepdim=True)
     return torch.where(largest > 0, largest / LARGEST_FP8, 1.0)

@@ -1,7 +1,7 @@
 """Every link between pages and files of the repository leads somewhere, and every anchor to a heading.
 
-Pages of docs/ may link to generated ones, which are on the site only. README.md and the other pages at the root are
-read on a code host, so they link to files of the repository only.
+Pages of docs/ may link to generated ones, which are on the site only. README.md and the other pages outside of docs/
+are read on a code host, so they link to files of the repository only.
 """
 
 from __future__ import annotations
@@ -63,9 +63,14 @@ def test_no_link_of_a_page_is_broken() -> None:
     assert [f"{page.relative_to(ROOT)}: {link}" for page, link in wrong] == []
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
-def test_a_page_at_the_root_links_to_files_of_the_repository_only(page: Path) -> None:
-    assert broken(page, page.read_text(), {}) == []
+@pytest.mark.parametrize(
+    "folder", ["*.md", "contrib/**/*.md", "packages/corpus/**/*.md", "packages/cuda_on_cpu/**/*.md"]
+)
+def test_a_page_outside_of_docs_links_to_files_of_the_repository_only(folder: str) -> None:
+    pages = sorted(ROOT.glob(folder))
+    assert pages
+    wrong = [(page, link) for page in pages for link in broken(page, page.read_text(), {})]
+    assert [f"{page.relative_to(ROOT)}: {link}" for page, link in wrong] == []
 
 
 def test_no_generated_page_is_committed() -> None:

@@ -87,13 +87,15 @@ def test_a_file_stands_for_its_only_backend_and_is_not_imported(tmp_path, monkey
     Path("one.py").write_text("raise SystemExit\nclass Helper: pass\n" + BACKEND.format("Mine"))
     Path("pkg/two.py").write_text(BACKEND.format("A") + BACKEND.format("B"))
     Path("none.py").write_text("x = 1\n")
+    Path("child.py").write_text("class Child(Base): pass\n")
     Path("broken.py").write_text("def\n")
     assert spec_of("one.py") == "one:Mine"
     assert [spec_of(name) for name in ("triton", "m:C", "one.py:Mine")] == ["triton", "m:C", "one.py:Mine"]
     for name, said in (
         ("pkg/two.py", r"has 2 backends; name one: --backend pkg.two:A \(A, B\)"),
-        ("none.py", "no class with `capabilities`; name the backend: --backend none:Class"),
-        ("broken.py", "is not Python"),
+        ("none.py", "no class that sets `capabilities`.*: --backend none:Class"),
+        ("child.py", "no class that sets `capabilities`.*: --backend child:Child"),
+        ("broken.py", r"is not Python.*broken.py, line 1"),
         ("gone.py", "cannot read gone.py"),
         (str(tmp_path / "one.py"), "outside of this folder"),
     ):
@@ -103,6 +105,8 @@ def test_a_file_stands_for_its_only_backend_and_is_not_imported(tmp_path, monkey
 
 def test_run_takes_a_file_and_refuses_any_other_word(call):
     assert call("run", "gone.py")[0] == 4
+    Path("here.py").write_text(BACKEND.format("Mine"))
+    assert "did you mean here.py?" in call("run", "here")[2]
     code, _, err = call("run", "fake:ok")
     assert (code, "a backend is named with --backend fake:ok" in err) == (4, True)
 

@@ -274,6 +274,17 @@ def test_a_crash_is_put_down_to_the_line_that_called_a_library_and_not_to_the_li
     assert alone == f"killed by SIGSEGV, in {inner}", "better than none"
 
 
+def test_a_stray_access_is_named_by_its_hint_and_another_exception_by_its_headline():
+    def raised(headline: str) -> CaseResult:
+        return failed(
+            wrong("8 bytes past the end of x\nmask it", headline=headline, check="completes", where="k.py:1 in f")
+        )
+
+    access, other = "forward raised RaceError: a store of triton kernel f", "forward raised ValueError: bad scale"
+    assert causes(raised(access)) == [(1, f"{access}; 8 bytes past the end of x")]
+    assert causes(raised(other)) == [(1, other)]
+
+
 def test_one_line_of_code_under_two_names_of_torchs_operators_is_one_cause():
     def waits(operator: str, line: int, check: str) -> CaseResult:
         return failed(

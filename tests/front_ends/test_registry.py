@@ -99,6 +99,7 @@ def test_a_registered_name_is_found_with_its_distribution():
         ("zzz", "unknown backend 'zzz' (known: "),
         ("zzz", "or module:Class; to add a name, install the package that registers it)"),
         ("authored.Good", "a class is named module:Class, did you mean 'authored:Good'?"),
+        ("authored", "unknown backend 'authored'; authored.py is in this folder: write authored.py or authored:Class"),
         ("authored.py", "'authored.py' is a file; a class is named module:Class, did you mean 'authored:Class'?"),
         ("authored.py:Good", "'authored.py:Good' is a file; a class is named module:Class, did you mean"),
         ("./authored:Good", "backend './authored:Good' is a file; a class is named module:Class, did you mean 'author"),

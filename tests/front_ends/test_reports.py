@@ -467,6 +467,8 @@ def test_a_named_case_that_is_not_declared_is_no_verdict_on_the_backend():
     assert exit_code(0, [undeclared]) == 5
     text = "NOTHING RAN: no backend declares what the selected cases need; not declared: heads mha2"
     assert verdict(replace(header, planned=0), [undeclared, undeclared]) == text
+    another = replace(undeclared, reason="not declared: dtype fp16")
+    assert verdict(replace(header, planned=0), [undeclared, another]) == f"{text}, dtype fp16"
     absent = replace(passed, case="", status=Status.NOT_RUN_HERE, reason="needs SM100")
     assert verdict(replace(header, planned=0), [undeclared, absent]) == f"{text}; not runnable here: needs SM100"
 

@@ -99,6 +99,13 @@ TAMPERED: dict[str, tuple[Callable[[Report], Report], str, str]] = {
     "a case-run is missing": (cut, "", "of the profile have no result; run the whole profile"),
     "a case-run of another case": (another, "", "are not of the profile; run only the profile"),
     "a mode was selected": (selected, "", "the run is a part of the profile, selected by mode decode; run all of it"),
+    "no case is declared": (
+        lambda report: concluded(
+            replace(report, results=tuple(replace(row, status=Status.UNSUPPORTED) for row in report.results))
+        ),
+        "",
+        "no case of the profile ran: the backend declares none of them",
+    ),
     "a case-run was skipped": (
         lambda report: with_row(report, status=Status.NOT_RUN_HERE, reason="no room for it", margin=None, checks=()),
         "",
@@ -277,13 +284,13 @@ def test_the_past_accepts_other_kits_and_entries_whose_day_is_over(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "emulated", "message", "color"),
     [
-        ({}, False, "2026.12/state conformant", "brightgreen"),
+        ({}, False, "2026.12/state conformant in 46 of 64 cases", "brightgreen"),
         (FAILED, False, "2026.12/state failing", "red"),
         (KNOWN, False, "2026.12/state known failures", "yellow"),
-        ({}, True, "2026.12/state conformant, emulated", "brightgreen"),
+        ({}, True, "2026.12/state conformant in 46 of 64 cases, emulated", "brightgreen"),
     ],
 )
-def test_a_badge_says_the_worst_and_whether_it_is_emulated(
+def test_a_badge_says_the_worst_how_much_ran_and_whether_it_is_emulated(
     changes: dict[str, Any], emulated: bool, message: str, color: str, tmp_path: Path
 ) -> None:
     report = passed_on_h200(**({"device": "emulated"} if emulated else {}))
@@ -300,6 +307,7 @@ def test_the_commands_submit_verify_and_refuse(tmp_path: Path, capsys: pytest.Ca
     assert main(["verify", str(to)]) == 0
     write_report(str(tmp_path / "cut.json"), cut(passed_on_h200()))
     assert main(["submit", str(tmp_path / "cut.json"), "--to", str(tmp_path / "cut.zip")]) == 1
+    assert main(["submit", str(tmp_path / "red.json"), "--to", str(tmp_path / "red.tar")]) == 4
     assert "cut.json: refused: " in capsys.readouterr().out
     assert not (tmp_path / "cut.zip").exists(), "a refused run is not packed"
     repacked(to, in_manifest(device="emulated"))

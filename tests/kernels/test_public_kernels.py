@@ -70,15 +70,15 @@ WRONG = {
         "eager",
         f"decode-mqa4-d128-bf16-p16-{_POOL.format('-usualscale')}",
         "completes",
-        "before the memory of K",
+        "before the start of K",
     ),
     "flag_gems_kernels:FlashMLA": (
         "eager",
         f"decode-{MLA}-{_POOL.format('')}",
         "completes",
-        "before the memory of Kv_cache",
+        "before the start of Kv_cache",
     ),
-    "vllm_kernels:WithPaddedRequests": ("graph", _PADDED, "completes", "behind the memory of output_ptr"),
+    "vllm_kernels:WithPaddedRequests": ("graph", _PADDED, "completes", "past the end of output_ptr"),
     "vllm_kernels:Windowed": (
         "eager",
         "decode-mqa4-d64-fp16-p16-k40.41-shared-negative-kvcustom-w4-b4prod",

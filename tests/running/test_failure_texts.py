@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from in_process import check_backend
 
 from attn_testkit.checks.describe import times
-from attn_testkit.results.case_result import Status
+from attn_testkit.environment import resolve
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
 from attn_testkit.results.finding import Finding
 
 HERE = "confused_backends:"
@@ -98,3 +102,19 @@ def test_results_print_failures_and_counts() -> None:
     assert lines[0].startswith(f"{GAUSS}: request ")
     assert lines[-1] == "NOT CONFORMANT: 1 failed of 1 selected case-runs (52 planned)"
     assert "--device cpu" in str(results)
+
+
+def test_numpy_remarks_on_nan_inside_triton_are_not_printed_as_the_backends_words() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        resolve("cpu").prepare_process()
+        for module in ("triton.runtime.interpreter", "my_pkg.attn"):
+            warnings.warn_explicit("All-NaN slice encountered", RuntimeWarning, module, 1, module=module)
+    assert [each.filename for each in seen] == ["my_pkg.attn"]
+
+
+def test_a_hint_that_only_restates_the_check_is_printed_last() -> None:
+    vague, telling = "only the graph is wrong: probably a value", "the last KV token is missing"
+    finding = Finding("replay-follows-batch", "request 0 differs", hint=f"{vague}\n{telling}\nin this case x")
+    text = format_failure(CaseResult("b", "decode", "graph", "c", Status.FAILED, findings=(finding,)))
+    assert text.index(telling) < text.index("in this case x") < text.index(vague)

@@ -106,6 +106,12 @@ from multiprocessing import forkserver
 from attn_testkit.running.processes import forking
 forking.fork_off()
 server = forkserver._forkserver
+# A lane that is closed after -x: it has sent its files, and ends before it has said what to run.
+ends, says = forkserver.connect_to_new_process([])
+forkserver.read_signed(ends)
+os.close(says)
+assert forkserver.read_signed(ends) == 1
+os.close(ends)
 with socket.socket(socket.AF_UNIX) as asks:
     asks.connect(server._forkserver_address)
 print(os.waitpid(server._forkserver_pid, 0)[1])

@@ -12,9 +12,10 @@ from in_process import check_backend
 from attn_testkit import Results
 from attn_testkit.checks import CHECKS
 from attn_testkit.diagnosis import capture_values, root_cause
-from attn_testkit.reports.grouping import RESTATES_THE_CHECK, group_failures, without_numbers
+from attn_testkit.reports.grouping import group_failures, without_numbers
 from attn_testkit.reports.record import Record, read_report, schema
 from attn_testkit.reports.render import html_page
+from attn_testkit.results.texts import RESTATES_THE_CHECK
 
 
 @pytest.fixture(scope="module")

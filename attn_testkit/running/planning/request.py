@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from ...profiles import profile_names, read_profile
-from ...registry import UsageError
+from ...registry import UsageError, did_you_mean
 from ...reports.verdict import conclude
 from ...results.case_result import CaseResult, RunKey, Status
 from ...results.finding import Finding
@@ -272,9 +272,10 @@ def asked(
     values = {name: option.default for name, option in options_of(front_end).items()} | {**given}
     for name in given:
         if name not in options_of(front_end) or name == "backends":
-            raise TypeError(f"{front_end}() got an unexpected keyword argument {name!r}")
+            near = did_you_mean(name, {*options_of(front_end)} - {"backends"})
+            raise TypeError(f"{front_end}() got an unexpected keyword argument {name!r}{near}")
         if OPTIONS[name].repeatable and isinstance(given[name], str):
-            raise UsageError("modes, executions and cases are lists of names: write modes=['decode']")
+            raise UsageError(f"{name} is a list of names: write {name}=[{given[name]!r}]")
     values = {name: tuple(value) if OPTIONS[name].repeatable else value for name, value in values.items()}
     values["backends"] = tuple(backends)
     of_request = {name: value for name, value in values.items() if name in _options_of(Request)}

@@ -96,7 +96,7 @@ class ArrivingCopies:
                     f"it {'writes' if access.writes else 'reads'} pinned memory on the host that {copy.what} at"
                     f" {site_of(copy.place)} copies to, asynchronously, and the host has not waited for that copy: it"
                     " finds what was there before",
-                    "record an event behind the copy and wait for it (or ask event.query()) before the memory is used,"
+                    "record an event after the copy and wait for it (or ask event.query()) before the memory is used,"
                     " or take the lengths that the server has on the host",
                 )
 

@@ -93,7 +93,7 @@ class PendingCopies:
                     site_of(copy.place),
                     "the copy is asynchronous, and its pinned source was written again before the host had waited for"
                     " it: a device that is busy reads the new bytes in place of those that were meant",
-                    "alternate between two buffers, or record an event behind the copy and wait for it before the"
+                    "alternate between two buffers, or record an event after the copy and wait for it before the"
                     " buffer is filled again",
                 )
 

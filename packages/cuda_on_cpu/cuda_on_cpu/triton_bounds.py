@@ -355,10 +355,10 @@ def _where(launch: _Launch, first: int, end: int, base: int | None) -> tuple[str
     # The nearest memory may be any tensor: an offset that is wrong leads past several.
     nearest = pointers.index(base) if base in launch.owners else min(range(len(apart)), key=apart.__getitem__)
     (name, tensor), (start, stop) = list(launch.given.items())[nearest], launch.spans[nearest]
-    side = "before" if first < start and start - first >= end - stop else "behind"
+    side = "before the start of" if first < start and start - first >= end - stop else "past the end of"
     shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
     guess = "" if base in launch.owners else ", the nearest tensor"
-    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}", apart[nearest]
+    return f"up to {apart[nearest]} bytes {side} {name}, {dtype} [{shape}]{guess}", apart[nearest]
 
 
 def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ def test_the_rows_of_the_next_batch_replace_those_of_the_last():
         for rows in (16, 8, 16):
             confine(buffer[:rows])
             load_tile(buffer[:rows], rows - 8)
-            with pytest.raises(StrayAccessError, match="32 bytes behind the memory of x"):
+            with pytest.raises(StrayAccessError, match="32 bytes past the end of x"):
                 load_tile(buffer[:rows], rows)
 
 
@@ -117,7 +117,7 @@ def test_a_graph_may_not_leave_the_views_that_were_handed_over_either():
             programs.last_of[(1,)](buffer[:8], first.add_(8), out)
         graph.replay()
         first.fill_(1)
-        with pytest.raises(StrayAccessError, match="4 bytes behind the memory of x"):
+        with pytest.raises(StrayAccessError, match="4 bytes past the end of x"):
             graph.replay()
 
 
