@@ -95,8 +95,8 @@ would need 16 times as much.
 
 
 def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
-    """A decode, and a prefill of one row each, of more requests than a grid of requests and value heads allows, if heads
-    so narrow are declared (vLLM #52030, flash-linear-attention #1077).
+    """A decode, and a prefill of one row each, of more requests than a grid of requests and value heads allows, where
+    so narrow heads are declared (vLLM #52030, flash-linear-attention #1077).
     """
     assert declared.state is not None
     values, keys = min(declared.heads.head_dims), min(declared.state.k_dims)
