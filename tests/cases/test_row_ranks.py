@@ -133,6 +133,8 @@ def test_decodes_and_verifies_of_a_rank_have_each_declared_order(tier: str) -> N
             assert not any(case.multi_mode or case.row_ranks for case in cases)
             for case in cases[:3]:
                 assert parse_case(case.id) == case
+    alone = RankOfAllModesBackend.capabilities.with_changes(prefill_ranks={"gathers": True})
+    assert not any("_rank" in case.id for case in generate(alone, ForwardMode.DECODE, tier)), "it needs other ranks"
 
 
 def test_only_an_instance_of_such_a_case_is_a_rank() -> None:

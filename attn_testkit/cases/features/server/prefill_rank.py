@@ -20,8 +20,9 @@ _RANKS = 5
 
 def _fits(order: str) -> Callable[[Capabilities, Fields], bool]:
     def fits(declared: Capabilities, case: Fields) -> bool:
+        # A backend that gathers keys itself needs the other ranks, which only a prompt has.
         ranks = declared.prefill_ranks
-        return ranks is not None and order in ranks.orders and case.mode is not ForwardMode.EXTEND
+        return ranks is not None and order in ranks.orders and not ranks.gathers and case.mode is not ForwardMode.EXTEND
 
     return fits
 
