@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from ..cases.case import Case, Heads
 from ..cases.co_residents import many_heads
 from ..cases.features.rows import most_rows
+from ..cases.head_layouts import as_many
 from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
 from ..contract import ROW_FORMATS, Capabilities, ForwardMode
@@ -43,7 +44,7 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
         yield long.of_requests((_KEYS, 70))
     # Rows of MLA have 576 numbers per head: minutes of comparing.
     if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
-        yield _beyond_a_grid(one.with_changes(heads=many_heads(declared, small.heads, _MOST_HEADS)))
+        yield _beyond_a_grid(declared, one)
     if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
         rows = min(_ROWS, most_rows(declared, small.mode))
         new = (rows,) * (_GRID // rows + 1)
@@ -78,11 +79,16 @@ def too_large_for_a_cpu(case: Case) -> bool:
     return sum(case.new) > _GRID or ("wide_scores" in case.variants and case.tree is not None)
 
 
-def _beyond_a_grid(wide: Case) -> Case:
-    """Case with slightly more requests times query heads than a grid holds."""
-    requests = _GRID // wide.heads.q_heads + 1
+def _beyond_a_grid(declared: Capabilities, one: Case) -> Case:
+    """Case with slightly more requests times query heads than a grid holds. If KV heads select for themselves, each
+    query head has its own KV head where this is declared: a kernel then has as many lists (flashinfer #2802).
+    """
+    heads = many_heads(declared, one.heads, _MOST_HEADS)
+    if declared.sparse is not None and declared.sparse.per_kv_head and as_many(declared):
+        heads = Heads(as_many(declared)[0].name, _MOST_HEADS, _MOST_HEADS)
+    requests = _GRID // heads.q_heads + 1
     lens = tuple(sorted((_PREFIXES * requests)[:requests]))
-    return wide.of_requests(lens)
+    return one.with_changes(heads=heads).of_requests(lens)
 
 
 def batch_mates_cases(declared: Capabilities, small: Case) -> Iterator[Case]:

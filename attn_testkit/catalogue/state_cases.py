@@ -98,12 +98,13 @@ would need 16 times as much.
 
 
 def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
-    """A prefill of one row each for more requests than a grid of requests and value heads allows, if such narrow heads
-    are declared (flash-linear-attention #1077).
+    """A decode, and a prefill of one row each, of more requests than a grid of requests and value heads allows, where
+    so narrow heads are declared (vLLM #52030, flash-linear-attention #1077).
     """
     assert declared.state is not None
     values, keys = min(declared.heads.head_dims), min(declared.state.k_dims)
-    if mode is not ForwardMode.EXTEND or _GRID_HEADS * _GRID_REQUESTS * values * keys > _MOST_ELEMENTS:
+    modes = (ForwardMode.DECODE, ForwardMode.EXTEND)
+    if mode not in modes or _GRID_HEADS * _GRID_REQUESTS * values * keys > _MOST_ELEMENTS:
         return
     few = kinds_of(declared)[0]
     heads = replace(few, q_heads=_GRID_HEADS, kv_heads=_GRID_HEADS * few.kv_heads // few.q_heads)
@@ -111,7 +112,10 @@ def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> It
     case = _of_shape(case, k_dim=keys, dtype=min(declared.state.dtypes, key=_NARROWEST.index))
     prefixes = tuple(number * 3 // _GRID_REQUESTS * 4 for number in range(_GRID_REQUESTS))
     case = case.with_changes(head_dim=values, layers=Layers(1))
-    yield _with_prompts(declared, case, (prefixes, (1,) * _GRID_REQUESTS))
+    if mode is ForwardMode.DECODE:
+        yield case.of_requests(prefixes)
+    else:
+        yield _with_prompts(declared, case, (prefixes, (1,) * _GRID_REQUESTS))
 
 
 _HOSTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE)

@@ -10,7 +10,7 @@ import pytest
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
-from attn_testkit.backends.torch_native_sparse import TorchNativeSparsePackedBackend
+from attn_testkit.backends.torch_native_sparse import TorchNativeSparseHeadsBackend, TorchNativeSparsePackedBackend
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.co_residents import many_heads
 from attn_testkit.cases.nearest_declared import nearest_declared
@@ -50,6 +50,15 @@ def test_requests_times_heads_are_just_more_than_a_grid_holds(mode: ForwardMode)
     assert (case.bs - 1) * case.heads.q_heads <= GRID
     assert len(set(case.prefixes)) > 1
     assert not too_large_for_a_cpu(case)
+
+
+@pytest.mark.parametrize(("families", "heads"), [({"mha", "gqa"}, (128, 128)), ({"gqa"}, (128, 16))])
+def test_a_batch_beyond_a_grid_has_as_many_lists_if_kv_heads_select(families: set[str], heads: tuple[int, int]) -> None:
+    """The lengths of 32,768 lists filled a buffer (flashinfer #2802)."""
+    declared = TorchNativeSparseHeadsBackend.capabilities.with_changes(heads={"families": families})
+    (case,) = of_full(declared, ForwardMode.DECODE, "core")
+    assert (case.heads.q_heads, case.heads.kv_heads) == heads
+    assert case.bs * case.heads.q_heads == GRID + 1
 
 
 @pytest.mark.parametrize("declared", [CAPABILITIES, MLA], ids=["gqa", "mla"])

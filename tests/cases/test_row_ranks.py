@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_pcp import TorchNativePcpBackend
@@ -13,6 +14,8 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.features.row_ranks import ROW_RANKS, ranks_have_no_order, row_splits_of
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ROW_ORDERS, Capabilities, ForwardMode, PrefillRanks, RowSplit
+from attn_testkit.steps.schedule import make_schedule
+from attn_testkit_corpus.faults.with_row_ranks import RankOfAllModesBackend
 
 CASE = "extend-gqa3x2-d64-bf16-p4-k9.0-n11a7.4-shuffled-gauss-{}-b2prod"
 STATES = "extend-gdn2x2-d32-bf16-p16-k0.40-n68a65.3-shuffled-mild_decay-k32w4s32-{}-b2prod"
@@ -116,6 +119,33 @@ def test_a_backend_of_states_deals_blocks_only() -> None:
     for ranks in (PrefillRanks({"zigzag"}), PrefillRanks({"blocks"}, gathers=True)):
         with pytest.raises(ValueError, match="a state passes from rank to rank"):
             declared.with_changes(prefill_ranks=ranks)
+
+
+@pytest.mark.parametrize("tier", ["smoke", "core"])
+def test_decodes_and_verifies_of_a_rank_have_each_declared_order(tier: str) -> None:
+    """A verify was padded to a multiple of the ranks of prompts (sglang #34443)."""
+    for orders in (set(ROW_ORDERS), {"blocks"}):
+        declared = RankOfAllModesBackend.capabilities.with_changes(prefill_ranks={"orders": orders})
+        for mode in declared.eager:
+            cases = [case for case in generate(declared, mode, tier) if any("_rank" in word for word in case.variants)]
+            found = {word.removesuffix("_rank") for case in cases for word in case.variants if "_rank" in word}
+            assert found == (set() if mode is ForwardMode.EXTEND else orders)
+            assert not any(case.multi_mode or case.row_ranks for case in cases)
+            for case in cases[:3]:
+                assert parse_case(case.id) == case
+    alone = RankOfAllModesBackend.capabilities.with_changes(prefill_ranks={"gathers": True})
+    assert not any("_rank" in case.id for case in generate(alone, ForwardMode.DECODE, tier)), "it needs other ranks"
+
+
+def test_only_an_instance_of_such_a_case_is_a_rank() -> None:
+    splits = []
+    for word in ("", "-zigzag_rank"):
+        case = parse_case(f"target-verify-gqa4x2-d64-bf16-p4-k9.70.1-chain4-shuffled-gauss-b3prod{word}")
+        harness = ServerHarness(RankOfAllModesBackend, [make_schedule(case)], torch.device("cpu"))
+        splits.append(harness.context.row_split)
+    assert splits == [None, RowSplit("zigzag", 4, 5)]
+    with pytest.raises(ValueError, match="rows of prompts are dealt"):
+        parse_case(CASE.format("x").replace("-x", "") + "-zigzag_rank")
 
 
 def test_orders_are_spelled_and_named() -> None:

@@ -87,14 +87,19 @@ def test_an_instance_of_several_modes_goes_by_what_is_declared() -> None:
 
 
 @pytest.mark.parametrize(("width", "there"), [(16, True), (32, False)])
-def test_a_prefill_beyond_a_grid_is_one_of_narrow_heads(width: int, there: bool) -> None:
-    """64 heads of 16 by 16 take 5 GB for 1,024 requests; wider ones would take more than machines have."""
+def test_a_batch_beyond_a_grid_is_one_of_narrow_heads(width: int, there: bool) -> None:
+    """64 heads of 16 by 16 take 5 GB for 1,024 requests; wider ones would take more than machines have. A decode beyond
+    a grid failed, too (vLLM #52030).
+    """
     declared = DECLARED.with_changes(
         bounds={"max_topk": 1}, heads={"head_dims": {width, 64}}, state=State(k_dims={width, 64})
     )
-    cases = [case for case in generate(declared, ForwardMode.EXTEND, "core") if case.bs > 1000]
-    assert [case.bs * case.heads.q_heads for case in cases] == [65_536] * there
-    assert all(case.new == (1,) * case.bs and 0 in case.prefixes for case in cases)
+    cases = [case for mode in MODES for case in generate(declared, mode, "core") if case.bs > 1000]
+    assert {case.mode: case.bs * case.heads.q_heads for case in cases} == (
+        {ForwardMode.DECODE: 65_536, ForwardMode.EXTEND: 65_536} if there else {}
+    )
+    assert len(cases) == 2 * there
+    assert all(case.new in ((1,) * case.bs, ()) and 0 in case.prefixes for case in cases)
 
 
 @pytest.mark.parametrize("contiguous", [False, True])

@@ -24,6 +24,7 @@ MODE = Feature(
     fields=Without("It follows from the rows."),
     traits=(
         Trait("draft-decode", lambda case: case.mode is ForwardMode.DRAFT_DECODE),
+        Trait("prompts", lambda case: case.mode is ForwardMode.EXTEND),
         Trait("no prompts", lambda case: case.mode is not ForwardMode.EXTEND),
         Trait("drafts to verify", lambda case: case.tree is not None),
         Trait("no draft to verify", lambda case: case.tree is None),

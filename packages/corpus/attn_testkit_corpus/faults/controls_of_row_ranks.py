@@ -7,7 +7,7 @@ import torch
 from attn_testkit.contract import ForwardBatch
 
 from .catalogue import control
-from .with_row_ranks import GatheringRankBackend, RowRankBackend, StateRankParent
+from .with_row_ranks import GatheringRankBackend, RankOfAllModesBackend, RowRankBackend, StateRankParent
 
 
 @control()
@@ -38,3 +38,8 @@ class StateOfRanks(StateRankParent):
 class RankThatGathers(GatheringRankBackend):
     """Each rank gathers k and v with ``torch.distributed``, as classes of SGLang and vLLM do (the parent of faults of
     collectives)."""
+
+
+@control()
+class RankThatVerifies(RankOfAllModesBackend):
+    """Each rank decodes and verifies all rows, as in SGLang and vLLM (the parent of faults of ranks in other modes)."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from attn_testkit.contract import AttentionLayer, ForwardBatch
+from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
 
 from .catalogue import fault
-from .with_row_ranks import GatheringRankBackend, RowRankBackend
+from .with_row_ranks import GatheringRankBackend, RankOfAllModesBackend, RowRankBackend
 
 _CHECKS = "matches-oracle keys-counted-once finite reads-own-kv"
 _WRITES = "writes-own-kv"
@@ -185,3 +185,19 @@ class OneRankGathersValuesFirst(GatheringRankBackend):
             return super().gathered_kv(k, v)
         of_v = self.gather(v, 0)[self.order]
         return self.gather(k, 0)[self.order], of_v
+
+
+@fault(
+    "sglang #34443",
+    "completes",
+    modes="target-verify",
+    modelled="upstream the kernel refuses metadata that is longer than q; here the error is raised",
+)
+class VerifyPaddedToRanks(RankOfAllModesBackend):
+    """The metadata of a verify has a multiple of R rows, as that of a prompt whose rows are dealt; q has its own."""
+
+    def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        # The instance is a rank in cases with ``zigzag_rank``, ``roundrobin_rank`` or ``blocks_rank``.
+        if ForwardMode.TARGET_VERIFY in self.context.modes and len(q) % self.split.ranks:
+            raise RuntimeError("num_splits must have shape (b+1)")
+        return super().queries(q, layer)

@@ -66,6 +66,7 @@ class RowsBehindAPromptNotCleared(StateParent):
 class GridOfRequestsAndValueHeads(StateParent):
     """A prefill launches a block for each request and value head on an axis of a grid that is limited to 65,535."""
 
+    launched_in = ForwardMode.EXTEND
     capabilities = StateParent.capabilities.with_changes(
         heads={"families": {"gdn"}, "head_dims": {16}},
         eager={ForwardMode.DECODE, ForwardMode.EXTEND},
@@ -81,9 +82,21 @@ class GridOfRequestsAndValueHeads(StateParent):
         layer: StateLayer,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        if batch.forward_mode is ForwardMode.EXTEND and batch.batch_size * layer.v_heads > 65_535:
+        if batch.forward_mode is self.launched_in and batch.batch_size * layer.v_heads > 65_535:
             raise RuntimeError("Triton Error [CUDA]: invalid argument")
         return super().forward(mixed, a, b, layer, batch)
+
+
+@fault(
+    "vLLM #52030",
+    "completes",
+    modes="decode",
+    modelled="upstream a Triton kernel, whose launch fails; here the error is raised",
+)
+class GridOfDecodesAndValueHeads(GridOfRequestsAndValueHeads):
+    """A decode launches a block for each request and value head on an axis of a grid that is limited to 65,535."""
+
+    launched_in = ForwardMode.DECODE
 
 
 @fault(

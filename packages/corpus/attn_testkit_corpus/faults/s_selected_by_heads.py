@@ -186,3 +186,20 @@ class PagesTakenForBlocks(SparsePagesOfHeads):
         table = plan.page_table[self.request_of_row(pages, plan)]
         found = table.gather(1, pages.clamp(min=0, max=table.shape[1] - 1).long())
         return torch.where(pages < 0, -1, found)
+
+
+@fault(
+    "flashinfer #2802",
+    "completes",
+    modes="decode",
+    modelled="upstream numbers are copied into a tensor that is too short; here the error is raised",
+)
+class LengthsOf32768Lists(SparseOfHeads):
+    """The buffer of a plan has room for the lengths of 32,768 lists, and each row has a list for each KV head."""
+
+    capabilities = SparseOfHeads.capabilities.with_changes(heads={"families": {"mha"}, "gqa_ratios": {1}})
+
+    def set_of(self, head: int, sets: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        if sets.shape[0] * sets.shape[1] > 32_768:
+            raise RuntimeError("The size of tensor a (32768) must match the size of tensor b")
+        return super().set_of(head, sets, plan)

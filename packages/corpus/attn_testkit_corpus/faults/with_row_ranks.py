@@ -169,3 +169,17 @@ class GatheringRankBackend(RowRankBackend):
         """k and v of the rows of all ranks, in the order of the batch."""
         of_k = self.gather(k, 0)[self.order]
         return of_k, self.gather(v, 0)[self.order]
+
+
+class RankOfAllModesBackend(RowRankBackend):
+    """Healthy parent: a rank that also decodes and verifies. Rows of these modes are not dealt."""
+
+    capabilities = RowRankBackend.capabilities.with_changes(
+        eager={"extend", "decode", "target-verify"}, graph={"decode", "target-verify"}
+    )
+
+    @override
+    def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
+        """Visibility of the rank's rows of prompts, and of all rows of a decode or a verify."""
+        parent = RowRankBackend if batch.forward_mode is ForwardMode.EXTEND else DenseBackend
+        return parent.visibility(self, batch, counts, offset)

@@ -23,6 +23,7 @@ from attn_testkit.cases.fields import DEFAULTS
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 from attn_testkit_corpus.faults.catalogue import all_faults, field_bugs_in
+from attn_testkit_corpus.faults.with_row_ranks import RankOfAllModesBackend
 
 ROOT = Path(__file__).parents[4]
 KNOWN_GOOD = (
@@ -33,6 +34,7 @@ KNOWN_GOOD = (
     TorchNativeTwoBatchesBackend.capabilities,
     TorchNativeSparseBackend.capabilities,
     TorchNativeStateBackend.capabilities,
+    RankOfAllModesBackend.capabilities,
 )
 
 
