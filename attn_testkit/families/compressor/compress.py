@@ -79,8 +79,8 @@ def compress(data: CompressorData, slip: Slip = "") -> Compressed:
 
 
 def _packing(packed: PackedRows, rows: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
-    """How far packing moves rows [n, D] that are known to within ``off``. The scale of a tile may be the next power of
-    two, if its largest number is near one."""
+    """Bound what packing moves in rows [n, D] that are known to within ``off``. The scale of a tile may be the next
+    power of two, if its largest number is near one."""
     moved = torch.zeros_like(rows)
     for plane in packed.scale_planes:
         part, numbers = packed.part(plane), packed.numbers_of(plane).dtype
