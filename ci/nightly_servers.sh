@@ -37,7 +37,7 @@ declare -A backends=(
     lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask
     sglang_kernels:SparseMLAPrefill sglang_kernels:SparseMLAPrefillUnion2 sglang_kernels:SparseMLAForward
     sglang_kernels:SparseMLAPacked
-    vllm_kernels:SparseMLA sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo
+    vllm_kernels:SparseMLA vllm_compressor:CompressorOfDeepSeekV4 sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo
     sglang_dsv4:UnifiedDecode sglang_dsv4:UnifiedDecodeSplits sglang_dsv4:UnifiedPrefill sglang_states:DeltaRule fla_states:FLA"
 )
 declare -A known=(

@@ -262,16 +262,16 @@ class Capabilities(Declared):
             )
         ratios = self.compressor.ratios | self.compressor.overlapping_ratios
         for form in (ROW_FORMATS[name] for name in sorted(self.compressor.rows & ROW_FORMATS.keys())):
-            others = [
+            wrong = [
                 f"{width} in {dtype}"
                 for width in sorted(self.heads.head_dims)
                 for dtype in sorted(self.precision.dtypes)
                 if not form.fits(HEAD_LAYOUTS["compressor"], dtype, width)
             ]
-            if others:
+            if wrong:
                 raise ValueError(
                     f"Capabilities.compressor.rows contains {form.name}, which has no row format for rows of "
-                    f"{others[0]}: its rows hold {form.needs}. Declare only these, or write a class for each"
+                    f"{wrong[0]}: its rows hold {form.needs}. Declare only these, or write a class for each"
                 )
         cut = [(page, each) for page in sorted(self.kv_pool.page_sizes) for each in sorted(ratios) if page % each]
         if cut:

@@ -64,7 +64,7 @@ def states_with(word: str) -> str:
 
 
 OF_STATES = [(word, states_with(word)) for row in table("Of layers that keep a state") for word in words(row[0])]
-COMPRESSED = "decode-compressor1-d64-bf16-p128-k5.9-shuffled-gauss-ratio8-b2prod"
+COMPRESSED = "decode-compressor1-d128-bf16-p128-k5.9-shuffled-gauss-ratio8-b2prod"
 OF_COMPRESSORS = [(word, COMPRESSED) for row in table("Of layers that compress keys") for word in words(row[0])]
 
 

@@ -64,7 +64,8 @@ def test_no_link_of_a_page_is_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["*.md", "contrib/**/*.md", "packages/corpus/**/*.md", "packages/cuda_on_cpu/**/*.md"]
+    "folder",
+    ["*.md", "contrib/**/*.md", "packages/corpus/**/*.md", "packages/cuda_on_cpu/**/*.md", "packages/servers/**/*.md"],
 )
 def test_a_page_outside_of_docs_links_to_files_of_the_repository_only(folder: str) -> None:
     pages = sorted(ROOT.glob(folder))

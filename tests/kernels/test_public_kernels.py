@@ -29,6 +29,7 @@ GQA, MHA, MLA = "gqa2x2-d64-fp16-p16", "mha2-d64-bf16-p16", "mla16-d512r64-bf16-
 GDN = "gdn4x2-d64-bf16-p16"
 SPARSE_DECODE = "decode-mla16-d512r64-bf16-p64-k99.37-shuffled-gauss-sel64slots-b2prod"
 SPARSE_SINK = "decode-mla4-d448r64-bf16-p64-k99.37-shuffled-gauss-sink-sel64slots-b2prod"
+COMPRESSED = "target-verify-compressor1-d512-bf16-p128-k3.136.127-chain4-shuffled-gauss-ratio4overlap.fp8dsmlav4-b4prod"
 SPARSE_EXTEND = "extend-mla16-d512r64-bf16-p64-k99.37-n2a2.1-shuffled-gauss-sel64slots-b2prod"
 RIGHT = {
     "sglang_kernels:Decode": f"decode-{GQA}-k3.37.9-shuffled-gauss-b4prod",
@@ -57,6 +58,7 @@ RIGHT = {
     "vllm_kernels:PrefixPrefill": f"extend-{MHA}-k1.2-n2a5.1-shuffled-gauss-kvcustom-b3prod",
     "vllm_kernels:DecodeMLA": f"decode-{MLA}-k3.37-shuffled-gauss-b2prod",
     "vllm_kernels:GroupedDecode": f"decode-{GQA}-k3.37.9-shuffled-gauss-b4prod",
+    "vllm_compressor:CompressorOfDeepSeekV4": COMPRESSED,
     "lightllm_kernels:GQADecode": f"decode-{GQA}-k3.37.9-shuffled-gauss-usualscale-b4prod",
     "flag_gems_kernels:FlashMLA": f"decode-{MLA}-k3.37-shuffled-gauss-b2prod",
     "torch_kernels:SDPA": f"decode-{GQA}-k3.37.9-shuffled-gauss-w4-b4prod",

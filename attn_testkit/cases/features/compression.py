@@ -110,6 +110,8 @@ def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, B
         return None
     ratios = declared.compressor.ratios | declared.compressor.overlapping_ratios
     other = first_undeclared((2, 8, 16, 32), ratios)
+    if other is None:
+        return None
     layers = tuple(replace(layer, compress_ratio=other) for layer in context.compressor.layers)
     return f"groups of {other} tokens", replace(context, compressor=replace(context.compressor, layers=layers))
 

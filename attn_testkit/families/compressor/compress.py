@@ -84,9 +84,8 @@ def _packing(packed: PackedRows, rows: torch.Tensor, off: torch.Tensor) -> torch
     moved = torch.zeros_like(rows)
     for plane in packed.scale_planes:
         part, numbers = packed.part(plane), packed.numbers_of(plane).dtype
-        most = in_tiles(rows[..., part].abs() + off[..., part], plane.tile).amax(-1, keepdim=True)
-        scale = (4 * most / torch.finfo(numbers).max).clamp(min=2 * plane.smallest)
         sizes = in_tiles(rows[..., part].abs() + off[..., part], plane.tile)
+        scale = (4 * sizes.amax(-1, keepdim=True) / torch.finfo(numbers).max).clamp(min=2 * plane.smallest)
         moved[..., part] = (UNIT_ROUNDOFF["fp8_e4m3"] * sizes + scale * _HALF_OF_THE_SMALLEST).flatten(-2)
     return moved
 

@@ -190,7 +190,7 @@ class CompressorParent(CompressorBackend):
     def turned(self, row: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """Rows with their last numbers rotated, in interleaved pairs."""
         cos, sin = (each.repeat_interleave(2, -1) for each in self.table[by].chunk(2, -1))
-        tail = row[:, -_TURNED:].unflatten(-1, (-1, 2))
+        tail = row[:, -_TURNED:].reshape(len(row), -1, 2)
         crossed = torch.stack([-tail[..., 1], tail[..., 0]], -1).flatten(1)
         return torch.cat([row[:, :-_TURNED], row[:, -_TURNED:] * cos + crossed * sin], -1)
 
@@ -205,7 +205,7 @@ class PackedParent(CompressorParent):
 
     @override
     def put(self, layer: CompressorLayer, target: torch.Tensor, rows: torch.Tensor) -> None:
-        tiles = rows[:, :-_TURNED].float().unflatten(-1, (-1, 64))
+        tiles = rows[:, :-_TURNED].float().reshape(len(rows), -1, 64)
         exponents = self.exponents(torch.ceil(torch.log2(tiles.abs().amax(-1).clamp(min=0.05) / 448.0)))
         numbers = torch.clamp(tiles * torch.exp2(-exponents)[..., None], -448.0, 448.0).to(torch.float8_e4m3fn)
         raw = torch.cat([numbers.flatten(1).view(torch.uint8), rows[:, -_TURNED:].contiguous().view(torch.uint8)], 1)
