@@ -203,7 +203,7 @@ def test_a_finding_can_be_filed(page: Path) -> None:
 def test_the_nightly_runs_every_adapter_and_known_failures_are_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
     nightly = (ROOT / "ci" / "nightly_servers.sh").read_text()
-    listed = set(re.findall(r"\w+_(?:kernels|indexer|states|dsv4):\w+", nightly))
+    listed = set(re.findall(r"\w+_(?:kernels|indexer|states|dsv4|compressor):\w+", nightly))
     assert listed == {*RIGHT, *WRONG}
     assert KNOWN.name in nightly
     for each in load_known(KNOWN):
