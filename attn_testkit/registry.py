@@ -34,6 +34,10 @@ OF_SERVERS = ("sglang", "vllm")
 """Servers whose bridges are in attn-testkit-servers."""
 
 
+INSTALL_TRITON = "pip install 'triton>=3.6,<3.11'"
+"""Command that installs a Triton that the kit supports, as the extra ``triton`` of ``pyproject.toml`` says."""
+
+
 class UsageError(Exception):
     """Raised for a request that cannot be met. The message is one line for the user; exit code 4."""
 
@@ -236,7 +240,7 @@ def _how_to_install(error: BaseException) -> str:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if not package or package in sys.modules or importlib.util.find_spec(package):
         return ""
-    triton = " with pip install 'triton>=3.6,<3.11'" if package == "triton" else ""
+    triton = f" with {INSTALL_TRITON}" if package == "triton" else ""
     return f"; install {package}{triton}, or use a Python that has it: attn-testkit --python PATH run ..."
 
 

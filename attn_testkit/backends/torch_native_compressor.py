@@ -110,8 +110,8 @@ class TorchNativeCompressorBackend(CompressorBackend):
     def window(
         self, layer: CompressorLayer, positions: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, W, D] float32: scores and values of the window of each row. -inf and 0 where there is no token, and of
-        rows that end no group."""
+        """[T, W, D] float32: scores and values of the window of each row. If the window lacks a token, its score is
+        -inf and its value 0. In rows that complete no group, both are 0."""
         ratio, count = layer.compress_ratio, layer.compress_ratio * (2 if layer.overlaps else 1)
         place = torch.arange(count, device=positions.device)
         at = positions[:, None] + 1 - count + place

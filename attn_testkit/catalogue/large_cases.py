@@ -38,14 +38,14 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
     all."""
     one = small.with_changes(layers=Layers(1), layout="shuffled", data="gauss")
     # With a single head a grid of so many heads and requests would need 65,536 requests.
-    wide = small.heads.layout.wide_rows or small.heads.layout.kv_heads == "single"
+    costly = small.heads.layout.wide_rows or small.heads.layout.kv_heads == "single"
     if tier == "full":
         long = one.with_changes(heads=many_heads(declared, small.heads, _MANY_HEADS), data="one_hot")
         yield long.of_requests((_KEYS, 70))
     # Rows of MLA have 576 numbers per head: minutes of comparing.
-    if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
+    if (tier == "full" or small.mode is ForwardMode.DECODE) and not costly:
         yield _beyond_a_grid(declared, one)
-    if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
+    if tier == "full" and small.mode is ForwardMode.EXTEND and not costly:
         rows = min(_ROWS, most_rows(declared, small.mode))
         new = (rows,) * (_GRID // rows + 1)
         heads = Heads("mha", 1, 1) if "mha" in declared.heads.families else small.heads

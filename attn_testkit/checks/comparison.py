@@ -17,6 +17,12 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element -> the integer dtype in which its bits are compared: NaN equals NaN, and -0 does not equal 0."""
 
 
+def beyond(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Bool in the shape of the three: True for elements of ``got`` that are not within ``limit`` of ``want``, NaN
+    included."""
+    return ~((got.double() - want.double()).abs() <= limit)
+
+
 class Ratios(NamedTuple):
     """Error over limit, float64. Up to 1 is right, and NaN counts as infinite."""
 

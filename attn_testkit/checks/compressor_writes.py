@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +12,7 @@ from ..families.compressor.compress import compress
 from ..families.compressor.data import CompressorData
 from ..families.compressor.family import SLIPS
 from ..results.finding import Finding
+from .comparison import BITS, beyond
 from .describe import index_ranges
 from .misplaced import NEW, PADDING_GOES, owner_text, owners
 from .observation import Observation
@@ -40,12 +40,12 @@ class _Memory:
         return (int(found.nonzero()[0, 0]), int(found.nonzero()[0, 1])) if found.any() else None
 
 
-def writes_compressed(observed: Observation, case: Case, beyond: Callable[..., torch.Tensor]) -> list[Finding]:
-    """Name what is wrong in memory that is not right. ``beyond``: elements that are not within a limit."""
+def writes_compressed(observed: Observation, case: Case) -> list[Finding]:
+    """Name what is wrong in memory that is not right."""
     assert observed.inputs is not None
     assert observed.inputs.new_limit is not None
     got, want = (pool[:, 0, :, 0].view(torch.float32) for pool in (observed.pool, observed.pool_after))
-    wrong = got.view(torch.int32) != want.view(torch.int32)
+    wrong = got.view(BITS[got.dtype.itemsize]) != want.view(BITS[want.dtype.itemsize])
     slots = observed.inputs.new_slots
     wrong[:, slots] = beyond(got[:, slots], want[:, slots], observed.inputs.new_limit[:, 0, :, 0])
     wrong[:, : case.page_size] = False

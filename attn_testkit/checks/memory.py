@@ -11,7 +11,7 @@ from ..cases.features.kv_splits import has_own_pools
 from ..families.table import families_of
 from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
-from .comparison import BITS
+from .comparison import BITS, beyond
 from .compressor_writes import writes_compressed
 from .evaluation import Evaluation
 from .hybrid import writes_own_keys
@@ -46,12 +46,6 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     return not bool(beyond(rows.view(want_rows.dtype), want_rows, limit).any())
 
 
-def beyond(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Bool in the shape of the three: True for elements of ``got`` that are not within ``limit`` of ``want``, NaN
-    included."""
-    return ~((got.double() - want.double()).abs() <= limit)
-
-
 def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: bool = False) -> list[Finding]:
     """Check that the pool outside page 0 is right bit for bit. ``takes_strided_heads``: the capability."""
     if case.layers.hybrid:
@@ -62,7 +56,7 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
     if has_own_pools(case):
         return writes_on_ranks(observed)
     if case.compression:
-        return writes_compressed(observed, case, beyond)
+        return writes_compressed(observed, case)
     if case.row_ranks:
         return writes_on_replicas(observed) or [_outside(observed)]
     pool_after = observed.pool_after

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ..registry import UsageError
+from ..registry import INSTALL_TRITON, UsageError
 from ..running.check_backend import check_backend
 from .options import one_backend, run_option, seconds_option
 
@@ -48,7 +48,7 @@ def compile_(backend: str, targets: str, seconds: float, json_file: str | None, 
     if unknown:
         raise UsageError(f"--for has no {unknown[0]}; it has {', '.join(TARGETS)}")
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("compile needs Triton: pip install 'triton>=3.6,<3.11'")
+        raise UsageError(f"compile needs Triton: {INSTALL_TRITON}")
     with tempfile.TemporaryDirectory() as folder:
         from unittest import mock  # with asyncio: a tenth of the start of every command
 

@@ -55,7 +55,7 @@ class CompressorLayer(AttentionLayer):
     @property
     @override
     def parts(self) -> tuple[int, int, int]:
-        """Elements of ``kv`` and ``score`` of a row; there is no third input."""
+        """Elements of ``kv`` and ``score`` of a row, and 0, since a layer has only these two inputs."""
         return self.width, self.width, 0
 
     @property

@@ -68,7 +68,7 @@ class HeadLayout:
 
     @property
     def is_one_to_one(self) -> bool:
-        """Each query head has a KV head of its own, so there is no ratio to declare."""
+        """No query heads share a KV head, so a backend declares no ratio."""
         return self.kv_heads in ("as many", "single")
 
     @property

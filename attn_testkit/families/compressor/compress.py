@@ -69,7 +69,8 @@ def compress(data: CompressorData, slip: Slip = "") -> Compressed:
         starts = starts // compression.ratio
     table = rope_table(int(position.max()) + 1 if len(position) else 1).double()[starts]
     if slip == "no rotation":
-        table = torch.cat([torch.ones_like(table), torch.zeros_like(table)], -1)[:, ::2]
+        cos, sin = torch.split(table, COMPRESSED_ROPE // 2, -1)
+        table = torch.cat([torch.ones_like(cos), torch.zeros_like(sin)], -1)
     for index, layer in enumerate(data.layers):
         made, off = _row(layer, found[index].double(), there, table, data.dtype, slip)
         if data.packed is not None and len(made):

@@ -44,7 +44,7 @@ def layers(case: Fields) -> tuple[CompressorLayer, ...]:
             layer_id=case.layers.first + place, tp_q_head_num=1, tp_k_head_num=1, head_dim=wide, v_head_dim=wide,
             scaling=0.0, family="compressor", compress_ratio=compression.ratio, overlaps=compression.overlaps,
             ape=normals((compression.ratio, columns), rng).float(),
-            # Tiles of a row format differ in size, so that each needs a scale of its own.
+            # Numbers of adjacent tiles differ in size, so that the scale of one does not fit another.
             norm_weight=(1.0 + normals((wide,), rng).float() / 4) * torch.exp2(torch.arange(wide) // 32 % 5 - 2.0),
             norm_eps=_EPSILONS[place % len(_EPSILONS)],
         )

@@ -1,8 +1,8 @@
 """The memory of compressors: states of tokens and compressed rows, as one row of numbers for each slot.
 
 A slot's row has the state of its token, and, if the slot is the last of its group, the group's compressed row. Rows of
-other slots have zeros there. So a compressed row belongs to the slot of the token with which it is made. All
-memory but the states of which later rows are made holds NaN, the compressed rows of earlier groups included.
+other slots have zeros there. So a compressed row belongs to the slot of the token that completes its group. States from
+which later rows are made hold numbers. All other memory holds NaN, also the compressed rows of earlier groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ...contract.compressor_layer import CompressorLayer, CompressorPool
 from ...contract.row_format import ALL_NAN
 from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
+from ...watches.changed_rows import changed_rows
 from ...watches.past_modes import past_modes
+from ...watches.pool_rows import BITS
 from ...watches.uploads import upload
 from ..family import Memory, Stored, Watch
 from .data import CompressorData
@@ -82,9 +84,9 @@ class CompressorWatch:
         found = torch.zeros(self._pool.num_slots, dtype=torch.bool, device=self._device)
         layers = zip(self._pool.layers, self._now, self._before, strict=True)
         for layer, (state, rows), (state_before, rows_before) in layers:
-            found |= (_bits(state) != _bits(state_before)).flatten(1).any(1)
+            found |= _differs(state, state_before).flatten(1).any(1)
             for one, other in zip(self._planes(layer, rows), self._planes(layer, rows_before), strict=True):
-                found[self._ratio - 1 :: self._ratio] |= (_bits(one) != _bits(other)).any(-1).flatten()
+                found[self._ratio - 1 :: self._ratio] |= _differs(one, other).any(-1).flatten()
         return found.view(torch.uint8)
 
     def _planes(self, layer: CompressorLayer, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -97,7 +99,7 @@ class CompressorWatch:
         return slots[slots >= self._page_size]
 
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """[L, n, numbers] float32 of what slots hold now."""
+        """[L, n, bytes] of what slots hold now, as float32."""
         last = (slots % self._ratio == self._ratio - 1)[:, None]
         found = []
         for layer, (states, rows) in zip(self._pool.layers, self._now, strict=True):
@@ -107,32 +109,28 @@ class CompressorWatch:
             else:
                 own = packed.unpack(torch.cat([plane.flatten(0, 1)[at] for plane in self._planes(layer, rows)], -1))
             found.append(torch.cat([states[slots].flatten(1), torch.where(last, own, 0.0)], -1))
-        return torch.stack(found)
+        return torch.stack(found).view(torch.uint8)
 
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Do the work of ``Watch.look``: flags of slots, rows of those of ``due``."""
-        rows = self._rows(due).view(torch.uint8).reshape(-1)
+        rows = self._rows(due).reshape(-1)
         return (self._changed()[:slots], slots), (rows, rows.numel())
 
     def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
         """Do the work of ``Watch.written``: rows [L, 1, n, 1, numbers]."""
-        changed: _Ints = np.flatnonzero(found[0])
         layers = len(self._now)
-        if set(changed.tolist()) <= set(due.tolist()):
-            every = found[1].reshape(layers, len(due), -1)
-            rows = every[:, [place for place, slot in enumerate(due.tolist()) if found[0][slot]]]
-        else:
-            taken = self._rows(upload(torch.from_numpy(changed), self._device)).cpu()
-            rows = taken.view(torch.uint8).numpy()
-        return changed, rows.reshape(-1), (layers, 1, len(changed), 1, rows.shape[-1] // 4)
+        changed, rows = changed_rows(due, found[0], found[1], layers, self._rows, self._device)
+        return changed, rows.reshape(-1), (layers, 1, len(changed), 1, rows.shape[-1] // self.bits.itemsize)
 
     def outside(self, found: Sequence[_Bytes]) -> _Ints:
-        """Do the work of ``Watch.outside``: there is no memory between slots."""
+        """Do the work of ``Watch.outside``: slots have no memory between them."""
         return np.empty(0, np.int64)
 
 
-def _bits(part: torch.Tensor) -> torch.Tensor:
-    return part.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.dtype.itemsize])
+def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Bool in the shape of both: True for elements whose bits differ."""
+    bits = BITS[one.dtype.itemsize]
+    return one.view(bits) != other.view(bits)
 
 
 def _held(
@@ -143,8 +141,7 @@ def _held(
     first = data.compression.first_needed
     runs = [(place, first(each.prefix), each) for place, each in enumerate(step.requests)]
     slots = [each.slots[start : each.prefix] for _, start, each in runs]
-    states = data.states
-    parts = [states[:, place, start : each.prefix] for place, start, each in runs]
+    parts = [data.states[:, place, start : each.prefix] for place, start, each in runs]
     if not parts:
         return np.empty(0, np.int64), np.empty(0, np.uint8)
     rows = torch.cat(parts, 1).flatten(2)
@@ -162,12 +159,11 @@ def _image(
     marked: str = "",
 ) -> torch.Tensor:
     """[L, 1, slots, 1, numbers] float32."""
-    case = schedule.case
+    case, ratio = schedule.case, cast(CompressorData, data).compression.ratio
     slots, raw = _held(schedule, step, data, after=after)
     states = torch.from_numpy(raw).view(torch.float32).view(case.layers.count, len(slots), -1)
     wide, count = 2 * data.q.shape[-1], (schedule.num_pages + 1) * case.page_size
     image = torch.full((case.layers.count, count, wide + case.head_dim), unowned)
-    ratio = cast(CompressorData, data).compression.ratio
     last = torch.arange(count) % ratio == ratio - 1
     image[:, ~last, wide:] = 0.0
     if len(slots):

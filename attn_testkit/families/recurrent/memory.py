@@ -18,7 +18,9 @@ import torch
 from ...contract import BackendContext, ForwardMode, StatePool
 from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
+from ...watches.changed_rows import changed_rows
 from ...watches.past_modes import past_modes
+from ...watches.pool_rows import BITS
 from ...watches.signaling_nan import fill_with_signaling_nan
 from ...watches.uploads import upload
 from ..family import Memory, Noted, Stored, Watch
@@ -269,7 +271,7 @@ class StateWatch:
         found = torch.zeros(self._slots, dtype=torch.bool, device=self._device)
         for now, before in zip(self._now(), self._twin.parts, strict=True):
             if now[0].numel():
-                bits = _INTEGERS[now.dtype.itemsize]
+                bits = BITS[now.dtype.itemsize]
                 found |= (now.view(bits) != before.view(bits)).flatten(1).any(1)
         return found.view(torch.uint8)
 
@@ -277,7 +279,7 @@ class StateWatch:
         """Note the states that a verify changed, before its commit. Windows may be anything until then."""
         found = torch.zeros(self._slots, dtype=torch.bool, device=self._device)
         for now, before in zip(self._now()[1::2], self._twin.parts[1::2], strict=True):
-            bits = _INTEGERS[now.dtype.itemsize]
+            bits = BITS[now.dtype.itemsize]
             found |= (now.view(bits) != before.view(bits)).flatten(1).any(1)
         self._moved = found.view(torch.uint8)
 
@@ -310,22 +312,14 @@ class StateWatch:
 
     def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
         """Do the work of ``Watch.written``: rows [L, 1, n, 1, bytes]."""
-        changed: _Ints = np.flatnonzero(found[0])
         layers = len(self._pool.layers)
-        if set(changed.tolist()) <= set(due.tolist()):
-            every = found[1].reshape(layers, len(due), -1)
-            rows = every[:, [place for place, slot in enumerate(due.tolist()) if found[0][slot]]]
-        else:
-            rows = self._rows(upload(torch.from_numpy(changed), self._device)).cpu().numpy()
+        changed, rows = changed_rows(due, found[0], found[1], layers, self._rows, self._device)
         return changed, rows.reshape(-1), (layers, 1, len(changed), 1, rows.shape[-1])
 
     def outside(self, found: Sequence[_Bytes]) -> _Ints:
         """Do the work of ``Watch.outside``: the first byte between slots that changed."""
         any_changed, first = found[2].view(np.int64)
         return np.array([first] if any_changed else [], np.int64)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _bytes_of(part: torch.Tensor, slots: int) -> torch.Tensor:
